@@ -1,0 +1,36 @@
+# Every target sets itself up: a virtual environment in .venv with the project installed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test slow lint format clean
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip
+	$(BIN)/python -m pip install -e ".[dev]"
+	touch $@
+
+# The main job: train on two processes, stop, resume, generate.
+demo: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch/demo.sh
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Longer checks, run by hand.
+slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) outputs build *.egg-info

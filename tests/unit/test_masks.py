@@ -1,0 +1,116 @@
+"""Masks against an oracle written from their definition, and the kernels against the dense form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_ext import attention, masks
+from torchtitan_ext.errors import UserError
+
+documents = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def positions_of(lengths: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def oracle(lengths: list[int], *, causal: bool) -> torch.Tensor:
+    """Whether i may attend to j, from the list of documents alone."""
+    document = [d for d, n in enumerate(lengths) for _ in range(n)]
+    total = len(document)
+    rows = [
+        [document[i] == document[j] and (not causal or j <= i) for j in range(total)] for i in range(total)
+    ]
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+@given(lengths=documents)
+@settings(deadline=None, max_examples=30)
+def test_dense_form_equals_the_definition(kind, lengths):
+    mask = masks.DOCUMENT_MASKS[kind](positions_of(lengths))
+    dense_B1LL = attention.build_mask(mask, "dense")
+    assert dense_B1LL.shape[:2] == (1, 1)
+    assert torch.equal(dense_B1LL[0, 0], oracle(lengths, causal=kind == "causal"))
+
+
+def test_rows_of_a_batch_have_their_own_documents():
+    positions_BL = torch.cat([positions_of([3, 5]), positions_of([8])])
+    dense_B1LL = attention.build_mask(masks.causal_document(positions_BL), "dense")
+    assert torch.equal(dense_B1LL[0, 0], oracle([3, 5], causal=True))
+    assert torch.equal(dense_B1LL[1, 0], oracle([8], causal=True))
+
+
+def test_row_that_starts_inside_a_document():
+    positions_BL = torch.tensor([[4, 5, 0, 1]])
+    dense_B1LL = attention.build_mask(masks.bidirectional_document(positions_BL), "dense")
+    assert torch.equal(dense_B1LL[0, 0], oracle([2, 2], causal=False))
+
+
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+@pytest.mark.parametrize("lengths", [[5, 12, 1], [128], [100, 57], [40, 88, 130]])
+def test_flex_forward_equals_dense_on_any_length(kind, lengths):
+    """Padding inside the attention room; the uncompiled kernel is the same mathematics."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mask = masks.DOCUMENT_MASKS[kind](positions_of(lengths))
+    block_mask = attention.build_mask(mask, "flex")
+    length, padded = sum(lengths), block_mask.seq_lengths[0]
+    assert padded % 128 == 0 and padded >= length
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, length, 8, generator=generator).unbind()
+    pad = lambda x: torch.nn.functional.pad(x, (0, 0, 0, padded - length))  # noqa: E731
+    flex = flex_attention(pad(q), pad(k), pad(v), block_mask=block_mask)[:, :, :length]
+    dense = attention.attend_dense(q, k, v, mask_B1LT=attention.build_mask(mask, "dense"))
+    torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-5)
+
+
+@given(lengths=documents)
+@settings(deadline=None, max_examples=20)
+def test_varlen_boundaries_are_the_documents(lengths):
+    mask = masks.causal_document(positions_of(lengths))
+    varlen = attention.build_mask(mask, "varlen")
+    expected = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    assert varlen.metadata.cu_seq_q.tolist() == expected
+    assert varlen.metadata.max_q == max(lengths)
+    assert varlen.window == (-1, 0)
+    assert attention.build_mask(masks.bidirectional_document(positions_of(lengths)), "varlen").window == (-1, -1)
+
+
+def test_varlen_refuses_a_structured_mask():
+    mask = masks.causal_document(positions_of([4]))
+    other = masks.Mask("hybrid", mask.mod, mask.positions_BL, 4, 4)
+    with pytest.raises(UserError, match="use 'flex'"):
+        attention.build_mask(other, "varlen")
+
+
+def test_backend_choice_is_explicit():
+    assert attention.resolve_backend("auto", "cpu") == "dense"
+    assert attention.resolve_backend("auto", "cuda") == "flex"
+    assert attention.resolve_backend("varlen", "cuda") == "varlen"
+    with pytest.raises(UserError, match="FlexAttention has no backward"):
+        attention.resolve_backend("flex", "cpu")
+    with pytest.raises(UserError, match="did you mean 'dense'"):
+        attention.resolve_backend("dens", "cpu")
+
+
+def test_dense_attention_refuses_a_missing_mask():
+    module = attention.inner_attention_config("dense", 0).build()
+    x = torch.zeros(1, 2, 1, 4)
+    with pytest.raises(TypeError, match="boolean mask"):
+        module(x, x, x, attention_masks=None)
+
+
+def test_grouped_heads_equal_repeated_heads():
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 6, 5, 8, generator=generator)
+    k, v = torch.randn(2, 2, 2, 5, 8, generator=generator).unbind()
+    mask = attention.build_mask(masks.causal_document(positions_of([5]).expand(2, -1)), "dense")
+    grouped = attention.attend_dense(q, k, v, mask_B1LT=mask)
+    repeated = attention.attend_dense(
+        q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), mask_B1LT=mask
+    )
+    torch.testing.assert_close(grouped, repeated, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,56 @@
+"""Turn a checkpoint into a Hugging Face folder.
+
+    python tools/convert_to_hf.py CKPT_DIR HF_DIR --dtype bfloat16
+
+CKPT_DIR is a ``step-N`` folder, or a folder of them: the newest whole one is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torchtitan_ext.checkpoint import hf_folder
+from torchtitan_ext.checkpoint.convert import ModelChoice, convert_to_hf
+from torchtitan_ext.errors import UserError, run_cli
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ckpt_dir", metavar="CKPT_DIR", help="checkpoint to read")
+    parser.add_argument("hf_dir", metavar="HF_DIR", help="folder to write")
+    parser.add_argument(
+        "--dtype", help=f"dtype of the weights: {', '.join(hf_folder.DTYPES)} (default: as in the checkpoint)"
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", help="largest weight file, as in 200MB (default: %(default)s)"
+    )
+    parser.add_argument("--model.flavor", dest="flavor", help="only for a checkpoint without config.toml")
+    parser.add_argument("--model.name", dest="name", help="only for a checkpoint without config.toml")
+    parser.add_argument("--overwrite", action="store_true", help="replace HF_DIR whatever it holds")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Convert as the command line says."""
+    args = parser().parse_args(argv)
+    if args.name and not args.flavor:
+        raise UserError("--model.name also needs --model.flavor")
+    choice = ModelChoice(name=args.name or "ar", flavor=args.flavor) if args.flavor else None
+    folder = convert_to_hf(
+        args.ckpt_dir,
+        args.hf_dir,
+        dtype=args.dtype,
+        max_shard_bytes=hf_folder.parse_bytes(args.max_shard_size),
+        choice=choice,
+        overwrite=args.overwrite,
+    )
+    print(f"wrote {folder}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,26 @@
+"""Decoder blocks, sizes, and Hugging Face names of the model families."""
+
+from torchtitan_ext.backbones.adapter import HFAdapter
+from torchtitan_ext.backbones.hf_config import hf_config, size_for, size_from_folder, size_from_hf
+from torchtitan_ext.backbones.model import Backbone, BackboneBlock, build_block, build_config, root_fields
+from torchtitan_ext.backbones.sharding import set_backbone_sharding, set_block_sharding
+from torchtitan_ext.backbones.sizes import SIZES, BackboneSize, lookup, same_arithmetic
+
+__all__ = [
+    "SIZES",
+    "Backbone",
+    "BackboneBlock",
+    "BackboneSize",
+    "HFAdapter",
+    "build_block",
+    "build_config",
+    "hf_config",
+    "lookup",
+    "root_fields",
+    "same_arithmetic",
+    "set_backbone_sharding",
+    "set_block_sharding",
+    "size_for",
+    "size_from_folder",
+    "size_from_hf",
+]

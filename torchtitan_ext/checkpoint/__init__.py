@@ -1,0 +1,1 @@
+"""Resume, Hugging Face import and export."""

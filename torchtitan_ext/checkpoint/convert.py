@@ -1,0 +1,284 @@
+"""Hugging Face folder <-> checkpoint folder of this package.
+
+A checkpoint folder is a DCP checkpoint whose keys are the model's state-dict names, with
+``config.toml`` ([model] name and flavor) and ``hf_assets/`` (config.json, tokenizer, and
+``hf_keys.json``, the tensor names of the folder it came from).  Tensors keep their dtype, so
+that a round trip restores every byte.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
+
+from torchtitan_ext import registry
+from torchtitan_ext.backbones import BackboneSize, HFAdapter, hf_config, same_arithmetic, size_from_folder
+from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD, model_shapes
+from torchtitan_ext.backbones.key_maps import is_ignorable
+from torchtitan_ext.checkpoint import assets as hf_assets
+from torchtitan_ext.checkpoint import hf_folder, whole
+from torchtitan_ext.errors import UserError, unknown
+
+ASSETS = hf_assets.FOLDER
+CONFIG, HF_KEYS, MARKER = "config.toml", "hf_keys.json", "conversion.json"
+"""Names inside the folders; the marker tells an earlier result from a folder of the user's."""
+
+_OVERHEAD_BYTES = 50 * 10**6
+_MODEL_FILES = ("*.py", "LICENSE*", "USE_POLICY*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelChoice:
+    """The [model] section of a checkpoint's ``config.toml``."""
+
+    name: str
+    """Method."""
+
+    flavor: str
+    """Backbone flavor, or ``hf`` for the size in ``hf_assets/config.json``."""
+
+
+def convert_from_hf(
+    hf_dir: str | Path,
+    ckpt_dir: str | Path,
+    *,
+    flavor: str = "hf",
+    name: str = "ar",
+    overwrite: bool = False,
+) -> Path:
+    """Write a checkpoint folder with the weights of a Hugging Face folder.
+
+    The result is what ``checkpoint.initial_load_path`` takes.  Tensors are copied one at a time
+    from mapped files.
+    Errors: tensors that are not exactly the model's, a full disk, an output folder in use.
+    """
+    source, target = Path(hf_dir), Path(ckpt_dir)
+    _refuse_overlap(source, target)
+    spec = model_spec(ModelChoice(name=name, flavor=flavor), assets=source)
+    adapter = _adapter(spec, assets=None)
+    found = adapter.check_folder(source)
+    infos = {ours: found[theirs] for ours, theirs in adapter.names.items() if theirs in found}
+    if adapter.size.tied:
+        infos[HEAD] = infos[EMBEDDING]
+    _refuse_added(adapter, infos, name=name)
+    hf_folder.require_space(target, sum(info.nbytes for info in infos.values()) + _OVERHEAD_BYTES)
+    with hf_folder.replaced_folder(target, marker=MARKER, overwrite=overwrite) as folder:
+        state_dict = {ours: hf_folder.load_tensor(info) for ours, info in infos.items()}
+        with _one_process():
+            dcp.save(state_dict, checkpoint_id=folder, no_dist=True)
+        _copy_assets(source, folder / ASSETS)
+        hf_folder.write_json(folder / ASSETS / HF_KEYS, sorted(found))
+        (folder / CONFIG).write_text(_config_text(name, flavor), encoding="utf-8")
+        hf_folder.write_json(folder / MARKER, {"from": str(source), "tensors": len(infos)})
+    return target
+
+
+def convert_to_hf(
+    ckpt_dir: str | Path,
+    hf_dir: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = hf_folder.DEFAULT_SHARD_BYTES,
+    choice: ModelChoice | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a Hugging Face folder with the model of a checkpoint; optimizer state is left out.
+
+    ``ckpt_dir``: a ``step-N`` folder, or a folder of them (the newest whole one is taken).
+    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; None keeps each tensor's own.
+    ``choice``: method and flavor, for a checkpoint without ``config.toml``.
+    Errors: a damaged checkpoint, tensors that are not exactly the model's, a full disk.
+    """
+    if dtype is not None and dtype not in hf_folder.DTYPES:
+        raise unknown("dtype", dtype, hf_folder.DTYPES)
+    checkpoint, target = find_checkpoint(ckpt_dir), Path(hf_dir)
+    _refuse_overlap(checkpoint, target)
+    assets = checkpoint / ASSETS
+    spec = model_spec(choice or read_choice(checkpoint), assets=assets)
+    adapter = _adapter(spec, assets=assets)
+    stored = _stored_tensors(checkpoint, adapter=adapter)
+    sources = _exported_names(stored, adapter=adapter, assets=assets)
+    cast = hf_folder.DTYPES[dtype] if dtype else None
+    sizes = {theirs: _nbytes(stored[ours], cast) for theirs, ours in sources.items()}
+    hf_folder.require_space(target, sum(sizes.values()) + _OVERHEAD_BYTES)
+
+    def load(names: list[str]) -> dict[str, torch.Tensor]:
+        tensors = _load(checkpoint, {sources[theirs]: stored[sources[theirs]] for theirs in names})
+        return {
+            theirs: tensors[sources[theirs]].to(cast or tensors[sources[theirs]].dtype) for theirs in names
+        }
+
+    with hf_folder.replaced_folder(target, marker=MARKER, overwrite=overwrite) as folder:
+        if assets.is_dir():
+            _copy_assets(assets, folder)
+        hf_folder.write_weights(folder, sizes, load=load, max_shard_bytes=max_shard_bytes)
+        written = cast or stored[EMBEDDING].properties.dtype
+        hf_folder.write_json(
+            folder / "config.json", _export_config(adapter.size, assets=assets, dtype=written)
+        )
+        hf_folder.write_json(folder / MARKER, {"from": str(checkpoint), "tensors": len(sizes)})
+    return target
+
+
+def model_spec(choice: ModelChoice, *, assets: Path | None) -> ModelSpec:
+    """The model of a method and flavor, as :mod:`torchtitan_ext.registry` knows it."""
+    path = str(assets) if assets is not None else None
+    return registry.method(choice.name).model_registry(choice.flavor, attention="dense", hf_assets_path=path)
+
+
+def read_choice(checkpoint: Path) -> ModelChoice:
+    """Method and flavor from the ``config.toml`` of a checkpoint."""
+    path = checkpoint / CONFIG
+    try:
+        section = tomllib.loads(path.read_text(encoding="utf-8"))["model"]
+        return ModelChoice(name=section["name"], flavor=section["flavor"])
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} not found; give --model.name and --model.flavor of this checkpoint"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} lacks [model] name and flavor ({error})") from error
+
+
+def find_checkpoint(folder: str | Path) -> Path:
+    """The folder itself if it is a checkpoint, else the newest whole ``step-N`` in it."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder")
+    if (folder / ".metadata").is_file():
+        problem = whole.damage(folder)
+        if problem:
+            raise UserError(f"checkpoint {folder} cannot be converted: {problem}")
+        return folder
+    step, skipped = whole.newest_whole(folder)
+    for bad, reason in skipped:
+        logger.warning(f"Checkpoint {folder / f'step-{bad}'} is passed over: {reason}")
+    if step >= 0:
+        return folder / f"step-{step}"
+    why = f"; step-{skipped[0][0]}: {skipped[0][1]}" if skipped else " and no .metadata of its own"
+    raise UserError(f"{folder} holds no whole step-N checkpoint{why}")
+
+
+def _adapter(spec: ModelSpec, *, assets: Path | None) -> HFAdapter:
+    adapter_class = spec.state_dict_adapter
+    if adapter_class is None or not issubclass(adapter_class, HFAdapter):
+        raise UserError(f"model {spec.name!r} has no Hugging Face names")
+    return adapter_class(spec.model, str(assets) if assets is not None else None)
+
+
+def _refuse_added(adapter: HFAdapter, infos: dict[str, Any], *, name: str) -> None:
+    """A checkpoint must be complete to be loaded; a method's own parameters are not in the folder."""
+    added = sorted(set(model_shapes(adapter.model_config)) - set(infos))
+    if added:
+        raise UserError(
+            f"method {name!r} adds {len(added)} parameters that no Hugging Face folder has ({added[0]}, ...); "
+            "train from the folder itself with [checkpoint] initial_load_in_hf = true"
+        )
+
+
+def _stored_tensors(checkpoint: Path, *, adapter: HFAdapter) -> dict[str, TensorStorageMetadata]:
+    """The model's tensors in a checkpoint, refused if they are not exactly the model's."""
+    shapes = model_shapes(adapter.model_config)
+    roots = {name.split(".")[0] for name in shapes}
+    stored = {
+        name: entry
+        for name, entry in whole.read_metadata(checkpoint).state_dict_metadata.items()
+        if name.split(".")[0] in roots and isinstance(entry, TensorStorageMetadata)
+    }
+    missing, extra = sorted(set(shapes) - set(stored)), sorted(set(stored) - set(shapes))
+    if missing or extra:
+        parts = [f"missing {missing[0]} ({len(missing)} in all)"] if missing else []
+        parts += [f"unexpected {extra[0]} ({len(extra)} in all)"] if extra else []
+        raise UserError(f"{checkpoint} does not fit the model in its config: {'; '.join(parts)}")
+    for name, shape in shapes.items():
+        if tuple(stored[name].size) != shape:
+            raise UserError(f"{checkpoint}: {name} is {list(stored[name].size)}, the model has {list(shape)}")
+    return {name: stored[name] for name in shapes}
+
+
+def _exported_names(
+    stored: Iterable[str],
+    *,
+    adapter: HFAdapter,
+    assets: Path,
+) -> dict[str, str]:
+    """Name in the folder -> name in the checkpoint, with the tied head as in the source folder."""
+    keys_file = assets / HF_KEYS
+    original = set(json.loads(keys_file.read_text(encoding="utf-8"))) if keys_file.is_file() else set()
+    tied_head = "keep" if adapter.names[HEAD] in original else "drop"
+    # The adapter renames without looking at values, so names can stand for the tensors.
+    exported = adapter.to_hf({name: name for name in stored}, tied_head=tied_head, added="keep")
+    lost = {key for key in original if not is_ignorable(key)} - set(exported)
+    if lost:
+        raise UserError(f"{keys_file} lists {sorted(lost)[0]}, which this model does not have")
+    return exported
+
+
+def _nbytes(entry: TensorStorageMetadata, cast: torch.dtype | None) -> int:
+    return entry.size.numel() * (cast or entry.properties.dtype).itemsize
+
+
+def _load(checkpoint: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
+    state_dict = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
+    with _one_process():
+        dcp.load(state_dict, checkpoint_id=checkpoint, no_dist=True)
+    return state_dict
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Without DCP's warning that there is no process group, which is what is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _export_config(size: BackboneSize, *, assets: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """The source's config.json where it describes this model, else one made from the size.
+
+    The assets may be another model's, when only its tokenizer was used.
+    """
+    name = str(dtype).removeprefix("torch.")
+    path = assets / "config.json"
+    if not path.is_file() or not same_arithmetic(size_from_folder(assets), size):
+        return hf_config(size, dtype=name)
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype" if "dtype" in config else "torch_dtype"] = name
+    return config
+
+
+def _copy_assets(source: Path, target: Path) -> None:
+    """Copy config, tokenizer and chat template, the model's own code and its licence."""
+    hf_assets.copy(source, target)
+    target.mkdir(exist_ok=True)
+    for path in (path for pattern in _MODEL_FILES for path in source.glob(pattern)):
+        shutil.copyfile(path, target / path.name)
+    # The list describes where the files came from; an export has its own tensors.
+    (target / HF_KEYS).unlink(missing_ok=True)
+
+
+def _refuse_overlap(source: Path, target: Path) -> None:
+    a, b = source.resolve(), target.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise UserError(f"the output {target} must lie outside the input {source}, and not around it")
+
+
+def _config_text(name: str, flavor: str) -> str:
+    section = {"name": name, "flavor": flavor, "hf_assets_path": ASSETS}
+    # A JSON string is a valid TOML basic string.
+    return "[model]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())

@@ -1,0 +1,194 @@
+"""torchtitan's CheckpointManager that loads whole checkpoints only and explains itself."""
+
+import errno
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+
+from torchtitan_ext.checkpoint import assets, hf_folder, whole
+from torchtitan_ext.config import toml_text
+from torchtitan_ext.errors import UserError
+
+
+def on_rank_zero(function: Any) -> Any:
+    """The function's result on rank 0, on every rank (all must agree on what to load)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return function()
+    box = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+class ExtCheckpointManager(CheckpointManager):
+    """Skips damaged checkpoints, checks weights before loading, leaves nothing half-written."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        last_save_model_only: bool = False
+        """Whether the last checkpoint holds only the model; such a run cannot be extended."""
+
+        def __post_init__(self) -> None:
+            if self.initial_load_path and not filesystem.is_remote(self.initial_load_path):
+                self.initial_load_path = os.path.abspath(os.path.expanduser(self.initial_load_path))
+            chosen = self.initial_load_model_only
+            if not self.initial_load_path:
+                # Unused without a path; torchtitan would warn at every rebuild of the config.
+                self.initial_load_model_only = False
+            CheckpointManager.Config.__post_init__(self)
+            self.initial_load_model_only = chosen
+
+    _config_text: str | None = None
+    _assets_path: str = ""
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        if not self.enable or filesystem.is_remote(self.folder):
+            return
+        path = config.initial_load_path
+        if path and not filesystem.is_remote(path) and not Path(path).is_dir():
+            raise UserError(f"[checkpoint] initial_load_path = {path!r} is not a folder")
+        if not config.load_only:
+            self._check_free_disk()
+
+    def attach(self, config: Any) -> None:
+        """Give the resolved config and the assets that are kept beside every checkpoint."""
+        self._config_text = toml_text(config)
+        self._assets_path = config.hf_assets_path
+
+    def _check_free_disk(self) -> None:
+        """Refuse to start when not even one checkpoint fits.
+
+        Weights and two optimizer moments, for the parameters of this pipeline rank.
+        """
+        tensors = self.states[MODEL].state_dict().values()
+        needed = 3 * sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+        parent = Path(self.folder)
+        while not parent.exists():
+            parent = parent.parent
+        free = shutil.disk_usage(parent).free
+        if free < needed:
+            raise UserError(
+                f"no disk space for a checkpoint in {self.folder}: it needs about {needed / 2**30:.2f} GiB, "
+                f"{free / 2**30:.2f} GiB are free"
+            )
+
+    # --- saving ------------------------------------------------------------------------
+
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+        """Save, with the resolved config and assets beside; on failure remove what was written.
+
+        Raises:
+            UserError: the disk is full or the folder cannot be written.
+        """
+        if filesystem.is_remote(checkpoint_id):
+            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        try:
+            on_rank_zero(lambda: self._begin_folder(Path(checkpoint_id)))
+            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        except (CheckpointException, OSError) as error:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                shutil.rmtree(checkpoint_id, ignore_errors=True)
+            cause = _os_error(error)
+            if cause is None:
+                raise
+            what = "no disk space left" if cause.errno == errno.ENOSPC else cause.strerror or str(cause)
+            raise UserError(
+                f"checkpoint {checkpoint_id} could not be written: {what}; earlier checkpoints are untouched"
+            ) from error
+
+    def _begin_folder(self, folder: Path) -> None:
+        # An earlier, damaged attempt at the same step: its metadata must not outlive its files.
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        if self._config_text is not None:
+            (folder / "config.toml").write_text(self._config_text)
+        assets.copy(self._assets_path, folder / assets.FOLDER)
+
+    # --- loading -----------------------------------------------------------------------
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest whole checkpoint; damaged ones are passed over with a warning."""
+        folder = folder or self.folder
+        if filesystem.is_remote(folder):
+            return super()._find_load_step(folder)
+        step, skipped = on_rank_zero(lambda: whole.newest_whole(Path(folder)))
+        for bad, reason in skipped:
+            used = f"using step-{step}" if step >= 0 else "no whole checkpoint is left"
+            logger.warning(f"Checkpoint {filesystem.join(folder, f'step-{bad}')} is damaged: {reason}; {used}")
+        return step
+
+    def _load(self, step: int = -1) -> bool:
+        if step != -1 and not filesystem.is_remote(self.folder):
+            reason = on_rank_zero(lambda: whole.damage(Path(self._create_checkpoint_id(step))))
+            if reason is not None:
+                raise UserError(
+                    f"[checkpoint] load_step = {step}: {self._create_checkpoint_id(step)} cannot be loaded: {reason}"
+                )
+        return super()._load(step)
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Load after comparing names and shapes, so that a mismatch is one clear line.
+
+        Raises:
+            UserError: missing, unexpected or differently shaped tensors.
+        """
+        resumed = os.path.dirname(checkpoint_id) == os.path.normpath(self.folder)
+        if resumed and self.initial_load_path:
+            logger.info(
+                f"[checkpoint] initial_load_path = {self.initial_load_path!r} was not used: "
+                f"resuming from {checkpoint_id}"
+            )
+        if not filesystem.is_remote(checkpoint_id):
+            if from_hf:
+                assert self.sd_adapter is not None
+                hf_folder.check_against(self.sd_adapter, state_dict, Path(checkpoint_id))
+            else:
+                self._check_native(state_dict, Path(checkpoint_id), resumed=resumed)
+        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+
+    def _check_native(self, state_dict: dict[str, Any], folder: Path, *, resumed: bool) -> None:
+        reason = whole.damage(folder)
+        if reason is not None:
+            raise UserError(f"checkpoint {folder} cannot be loaded: {reason}")
+        stored = whole.read_metadata(folder).state_dict_metadata
+        if resumed and not any(key.startswith("train_state") for key in stored):
+            raise UserError(
+                f"checkpoint {folder} holds only model weights ([checkpoint] last_save_model_only), so this run "
+                "cannot be resumed; start another from it with [checkpoint] initial_load_path"
+            )
+        model = self.states[MODEL].state_dict()
+        missing = [name for name in model if name in state_dict and name not in stored]
+        if missing:
+            raise UserError(
+                f"checkpoint {folder} lacks {len(missing)} tensors of the model: {', '.join(missing[:5])}"
+            )
+        for name, tensor in model.items():
+            entry = stored.get(name)
+            if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
+                raise UserError(
+                    f"checkpoint {folder} does not fit the model: {name} has shape {list(entry.size)}, "
+                    f"the model's is {list(tensor.shape)}"
+                )
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """The operating system's error inside a (possibly collective) checkpoint failure."""
+    if isinstance(error, OSError):
+        return error
+    failures = getattr(error, "failures", {})
+    causes = (failure[0] if isinstance(failure, tuple) else failure for failure in failures.values())
+    return next((cause for cause in causes if isinstance(cause, OSError)), None)

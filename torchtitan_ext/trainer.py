@@ -1,0 +1,262 @@
+"""The one class that touches torchtitan's training loop.
+
+It overrides hooks and calls ``super()``; the loop itself is torchtitan's.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, make_dataclass
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import tyro
+import spmd_types as spmd
+from torchtitan.config.override import OverrideConfig
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.trainer import Trainer
+
+from torchtitan_ext import attention, masks, models, registry
+from torchtitan_ext.checkpoint.manager import ExtCheckpointManager
+from torchtitan_ext.config.sections import (
+    ActivationCheckpointSection,
+    JobSection,
+    ModelSection,
+    OptimizerSection,
+    TrainingSection,
+)
+from torchtitan_ext.data.loader import DataLoader
+from torchtitan_ext.data.tokenizers import Tokenizer
+from torchtitan_ext.errors import UserError
+from torchtitan_ext.losses import LossSection
+from torchtitan_ext.metrics import ExtMetricsProcessor
+from torchtitan_ext.objective import Objective, merge_metrics, microbatch_generator
+from torchtitan_ext.validation import ExtValidator
+
+
+class ExtTrainer(Trainer):
+    """torchtitan's trainer with an objective, per-term global counts and metrics."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """torchtitan's config with flat sections; a method adds a section of its own name."""
+
+        dump_folder: Annotated[str, tyro.conf.Suppress] = "./outputs"
+        hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
+        override: Annotated[OverrideConfig, tyro.conf.Suppress] = field(default_factory=OverrideConfig)
+
+        job: JobSection = field(default_factory=JobSection)
+        model: ModelSection = field(default_factory=ModelSection)
+        tokenizer: Tokenizer.Config = field(default_factory=Tokenizer.Config)
+        dataloader: DataLoader.Config = field(default_factory=DataLoader.Config)
+        optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+        training: TrainingSection = field(default_factory=TrainingSection)
+        checkpoint: ExtCheckpointManager.Config = field(default_factory=ExtCheckpointManager.Config)
+        activation_checkpoint: ActivationCheckpointSection = field(
+            default_factory=ActivationCheckpointSection
+        )
+        metrics: ExtMetricsProcessor.Config = field(default_factory=ExtMetricsProcessor.Config)
+        validator: ExtValidator.Config = field(default_factory=ExtValidator.Config)
+        loss: LossSection = field(default_factory=LossSection)
+
+        def __post_init__(self) -> None:
+            Trainer.Config.__post_init__(self)
+            self.dump_folder = self.job.dump_folder
+            self.hf_assets_path = self.model.hf_assets_path
+            if self.debug.seed is None:
+                # Corruption and initial weights are functions of the seed, so there always is one.
+                self.debug.seed = 0
+            if self.activation_checkpoint.mode == "memory_budget" and not (
+                self.compile.enable and "model" in self.compile.components
+            ):
+                raise ValueError(
+                    "activation_checkpoint.mode = 'memory_budget' needs compile.enable = true "
+                    "with 'model' in compile.components"
+                )
+            self.loss.check(seq_len=self.training.seq_len)
+
+    config: Config
+    objective: Objective
+
+    def __init__(self, config: Config) -> None:
+        config.model_spec = models.build_spec(config)
+        config.loss.global_vocab_size = config.model_spec.model.vocab_size
+        check_before_start(config)
+        self.objective = models.build_objective(config)
+        super().__init__(config)
+        self.metrics_processor.collect = self._reduced_metrics
+        self._begin_step()
+        if config.validator.enable:
+            self.validator.trainer = self
+        if config.checkpoint.enable:
+            self.checkpointer.attach(config)
+
+    # --- one step, as the data sees it -------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._local_counts: list[dict[str, float]] = []
+        self._data_tokens: list[int] = []
+        self._counts: dict[str, torch.Tensor] | None = None
+        self._step_metrics: dict[str, torch.Tensor] = {}
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        self._begin_step()
+        super().train_step(data_iterator)
+
+    def batch_generator(
+        self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Microbatches prepared by the objective, before torchtitan counts their tokens."""
+        dp_rank = self._batch_rank()
+        for inputs, labels in super().batch_generator(data_iterable):
+            generator = microbatch_generator(
+                seed=self.config.debug.seed,
+                step=self.step,
+                dp_rank=dp_rank,
+                microbatch=len(self._local_counts),
+            )
+            self._data_tokens.append(labels.numel())
+            prepared = self.objective.prepare(inputs, labels, generator=generator)
+            self._local_counts.append(prepared.counts)
+            yield prepared.inputs, prepared.labels
+
+    def _batch_rank(self) -> int:
+        dims = self.parallel_dims
+        return dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
+
+    def global_counts(self, local: list[dict[str, float]]) -> dict[str, torch.Tensor]:
+        """Supervised tokens of every loss term over all microbatches and data-parallel ranks."""
+        terms = self.objective.terms
+        sums = [sum(counts[term] for counts in local) for term in terms]
+        # float64: exact for token counts, and terms may count fractional weights.
+        counts = torch.tensor(sums, dtype=torch.float64, device=self.device)
+        if self.parallel_dims.dp_enabled:
+            counts = dist_utils.dist_sum_tensor(counts, self.parallel_dims.get_mesh("batch"))
+        return {term: count.float() for term, count in zip(terms, counts, strict=True)}
+
+    def model_inputs(
+        self, inputs: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Any], dict[str, torch.Tensor]]:
+        """Split a prepared batch into tokens, the model's other inputs with masks, and the loss's."""
+        loss_inputs = {k: inputs[k] for k in self.objective.loss_inputs}
+        rest = {k: v for k, v in inputs.items() if k != "input" and k not in loss_inputs}
+        rest["attention_masks"] = self._attention_masks(inputs["positions"])
+        return inputs["input"], rest, loss_inputs
+
+    def _attention_masks(self, positions: torch.Tensor) -> Any:
+        backend = attention.backend_of(self.model_config.first_attention.inner_attention)
+        model: Any = self.model_parts[0]
+        if backend is not None and self.config.model_spec.name in models.TORCHTITAN_MODELS:
+            # torchtitan's own model with this project's attention put in.
+            return attention.build_mask(masks.causal_document(positions), backend)
+        return model.get_attention_masks(positions=positions)
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        loss_inputs = {k: input_dict.pop(k) for k in self.objective.loss_inputs}
+        seen = self.ntokens_seen
+        tokens, labels, kwargs = super().post_dataloading_process(input_dict, labels)
+        # Each data token counts once, whatever the method made of it.
+        self.ntokens_seen = seen + self._data_tokens.pop(0)
+        if "attention_masks" not in kwargs:  # torchtitan builds masks for flex and varlen alone
+            kwargs["attention_masks"] = self._attention_masks(kwargs["positions"])
+        if loss_inputs:
+            kwargs["loss_inputs"] = loss_inputs
+        return tokens, labels, kwargs
+
+    def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:
+        if self._counts is None:  # all microbatches of the step have been fetched by now
+            self._counts = self.global_counts(self._local_counts)
+        return super().forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        )
+
+    def _forward_backward_body(
+        self,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+        extra_kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        assert self._counts is not None
+        loss_inputs = extra_kwargs.pop("loss_inputs", {})
+        with self.train_context():
+            loss, metrics = self.objective.loss(
+                self.model_parts[0],
+                inputs,
+                labels,
+                model_inputs=extra_kwargs,
+                loss_inputs=loss_inputs,
+                counts=self._counts,
+                loss_fn=self.loss_fn,
+            )
+            with spmd.no_typecheck():
+                loss.backward()
+        merge_metrics(self._step_metrics, metrics)
+        return loss
+
+    def _reduced_metrics(self) -> dict[str, float]:
+        """The step's metrics reduced over data-parallel ranks; called on every rank."""
+        dims = self.parallel_dims
+        mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
+        reduced = {}
+        for name in sorted(self._step_metrics):
+            value = self._step_metrics[name]
+            if name.endswith("/max"):
+                reduced[name] = dist_utils.dist_max(value, mesh)
+            elif name.endswith("/min"):
+                reduced[name] = -dist_utils.dist_max(-value, mesh)
+            else:
+                reduced[name] = dist_utils.dist_sum(value, mesh)
+        return reduced
+
+
+def check_before_start(config: ExtTrainer.Config) -> None:
+    """Errors that are known before anything is built.
+
+    Raises:
+        UserError: degrees that do not multiply to the world size, a batch that
+            does not divide, a tokenizer larger than the model's vocabulary.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    p, t = config.parallelism, config.training
+    model_degree = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
+    fixed = p.data_parallel_replicate_degree * model_degree
+    shard = p.data_parallel_shard_degree if p.data_parallel_shard_degree > 0 else max(world // fixed, 1)
+    if fixed * shard != world:
+        raise UserError(
+            f"[parallelism] degrees do not multiply to the world size: replicate "
+            f"{p.data_parallel_replicate_degree} x shard {shard} x tensor {p.tensor_parallel_degree} x "
+            f"pipeline {p.pipeline_parallel_degree} x context {p.context_parallel_degree} = {fixed * shard}, "
+            f"got {world} processes"
+        )
+    per_pass = t.local_batch_size * p.data_parallel_replicate_degree * shard
+    if t.global_batch_size > 0 and t.global_batch_size % per_pass:
+        raise UserError(
+            f"[training] global_batch_size = {t.global_batch_size} must be a multiple of local_batch_size "
+            f"x data-parallel ranks = {t.local_batch_size} x {per_pass // t.local_batch_size} = {per_pass}"
+        )
+    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    vocabulary = config.model_spec.model.vocab_size
+    if tokenizer.get_vocab_size() > vocabulary:
+        raise UserError(
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens but [model] flavor = "
+            f"{config.model.flavor!r} has a vocabulary of {vocabulary}"
+        )
+
+
+def default_config(model: dict[str, Any]) -> ExtTrainer.Config:
+    """The default config for a ``[model]`` section: the method's own section is part of it.
+
+    Raises:
+        UserError: unknown method.
+    """
+    name = model.get("name", ModelSection().name)
+    cls: type[ExtTrainer.Config] = ExtTrainer.Config
+    if not registry.is_torchtitan_model(name):
+        section = getattr(registry.method(name), "Section", None)
+        if section is not None:
+            own = (name, section, field(default_factory=section))
+            cls = make_dataclass("Config", [own], bases=(cls,), kw_only=True, slots=True)
+    return cls(model=ModelSection(name=name))
