@@ -26,7 +26,7 @@ slow: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyrefly check
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyrefly check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

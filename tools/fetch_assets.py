@@ -142,8 +142,9 @@ def _convert_gguf(gguf: Path, folder: Path, *, norm_eps: float) -> None:
         del config.quantization_config
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
-    model.to(torch.float32).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(folder)
+    model.float().save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, **source)
+    tokenizer.save_pretrained(folder)
 
 
 def _check(asset: Asset, folder: Path) -> None:

@@ -109,4 +109,8 @@ def install() -> None:
                 if hasattr(module, attribute):
                     setattr(module, attribute, value)
     named_peak = utils.get_peak_flops
-    utils.get_peak_flops = lambda name: cpu_peak_flops() if name.startswith("cpu") else named_peak(name)
+
+    def get_peak_flops(device_name: str) -> float:
+        return cpu_peak_flops() if device_name.startswith("cpu") else named_peak(device_name)
+
+    utils.get_peak_flops = get_peak_flops

@@ -21,13 +21,13 @@ class UserError(ValueError):
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest choice, or an empty string."""
-    close = difflib.get_close_matches(name, [str(c) for c in choices], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     """A uniform error for a name that is not in a registry."""
-    choices = sorted(str(c) for c in choices)
+    choices = sorted(choices)
     return UserError(f"unknown {kind} {name!r}{nearest(name, choices)} (allowed: {', '.join(choices)})")
 
 

@@ -55,7 +55,8 @@ def parallelize_decoder(
         )
     if parallelism.spmd_backend != "spmd_types":
         raise UserError(
-            f"[parallelism] spmd_backend = {parallelism.spmd_backend!r} is not supported (allowed: 'spmd_types')"
+            f"[parallelism] spmd_backend = {parallelism.spmd_backend!r} is not supported "
+            "(allowed: 'spmd_types')"
         )
     validate_config(parallel_dims, model)
     model.parallelize(parallel_dims)

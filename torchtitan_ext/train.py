@@ -3,13 +3,13 @@
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import init_logger, logger
 
-from torchtitan_ext import __version__, config as front
+from torchtitan_ext import __version__
+from torchtitan_ext import config as front
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.trainer import ExtTrainer, default_config
 
@@ -36,8 +36,6 @@ def run(argv: list[str]) -> None:
     trainer: ExtTrainer | None = None
     try:
         trainer = _build(config)
-        if torch.distributed.get_rank() == 0:
-            front.save(config, Path(config.dump_folder) / "config.toml")
         if config.checkpoint.create_seed_checkpoint:
             _save_seed(trainer)
         else:

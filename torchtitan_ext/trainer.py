@@ -6,17 +6,19 @@ It overrides hooks and calls ``super()``; the loop itself is torchtitan's.
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import tyro
-import spmd_types as spmd
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
 from torchtitan_ext import attention, masks, models, registry
+from torchtitan_ext import config as front
 from torchtitan_ext.checkpoint.manager import ExtCheckpointManager
 from torchtitan_ext.config.sections import (
     ActivationCheckpointSection,
@@ -49,14 +51,17 @@ class ExtTrainer(Trainer):
         model: ModelSection = field(default_factory=ModelSection)
         tokenizer: Tokenizer.Config = field(default_factory=Tokenizer.Config)
         dataloader: DataLoader.Config = field(default_factory=DataLoader.Config)
+        # pyrefly: ignore[bad-override] - flat keys, the same build()
         optimizer: OptimizerSection = field(default_factory=OptimizerSection)
         training: TrainingSection = field(default_factory=TrainingSection)
         checkpoint: ExtCheckpointManager.Config = field(default_factory=ExtCheckpointManager.Config)
+        # pyrefly: ignore[bad-override] - flat keys, the same build()
         activation_checkpoint: ActivationCheckpointSection = field(
             default_factory=ActivationCheckpointSection
         )
         metrics: ExtMetricsProcessor.Config = field(default_factory=ExtMetricsProcessor.Config)
         validator: ExtValidator.Config = field(default_factory=ExtValidator.Config)
+        # pyrefly: ignore[bad-override] - the same build()
         loss: LossSection = field(default_factory=LossSection)
 
         def __post_init__(self) -> None:
@@ -77,11 +82,17 @@ class ExtTrainer(Trainer):
 
     config: Config
     objective: Objective
+    metrics_processor: ExtMetricsProcessor
+    validator: ExtValidator
+    checkpointer: ExtCheckpointManager
+    model_config: Any
 
     def __init__(self, config: Config) -> None:
-        config.model_spec = models.build_spec(config)
-        config.loss.global_vocab_size = config.model_spec.model.vocab_size
-        check_before_start(config)
+        spec = models.build_spec(config)
+        config.model_spec = spec
+        vocabulary = getattr(spec.model, "vocab_size")  # noqa: B009 - every language model has one
+        config.loss.global_vocab_size = vocabulary
+        check_before_start(config, vocabulary=vocabulary)
         self.objective = models.build_objective(config)
         super().__init__(config)
         self.metrics_processor.collect = self._reduced_metrics
@@ -107,10 +118,11 @@ class ExtTrainer(Trainer):
         self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Microbatches prepared by the objective, before torchtitan counts their tokens."""
+        self._save_config()
         dp_rank = self._batch_rank()
         for inputs, labels in super().batch_generator(data_iterable):
             generator = microbatch_generator(
-                seed=self.config.debug.seed,
+                seed=self.config.debug.seed or 0,
                 step=self.step,
                 dp_rank=dp_rank,
                 microbatch=len(self._local_counts),
@@ -119,6 +131,11 @@ class ExtTrainer(Trainer):
             prepared = self.objective.prepare(inputs, labels, generator=generator)
             self._local_counts.append(prepared.counts)
             yield prepared.inputs, prepared.labels
+
+    def _save_config(self) -> None:
+        """The resolved config into the dump folder; after loading, so a refused run replaces nothing."""
+        if dist.get_rank() == 0:
+            front.save(self.config, Path(self.config.dump_folder) / "config.toml")
 
     def _batch_rank(self) -> int:
         dims = self.parallel_dims
@@ -146,7 +163,7 @@ class ExtTrainer(Trainer):
     def _attention_masks(self, positions: torch.Tensor) -> Any:
         backend = attention.backend_of(self.model_config.first_attention.inner_attention)
         model: Any = self.model_parts[0]
-        if backend is not None and self.config.model_spec.name in models.TORCHTITAN_MODELS:
+        if backend is not None and self.config.model.name in models.TORCHTITAN_MODELS:
             # torchtitan's own model with this project's attention put in.
             return attention.build_mask(masks.causal_document(positions), backend)
         return model.get_attention_masks(positions=positions)
@@ -212,7 +229,7 @@ class ExtTrainer(Trainer):
         return reduced
 
 
-def check_before_start(config: ExtTrainer.Config) -> None:
+def check_before_start(config: ExtTrainer.Config, *, vocabulary: int) -> None:
     """Errors that are known before anything is built.
 
     Raises:
@@ -238,7 +255,6 @@ def check_before_start(config: ExtTrainer.Config) -> None:
             f"x data-parallel ranks = {t.local_batch_size} x {per_pass // t.local_batch_size} = {per_pass}"
         )
     tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
-    vocabulary = config.model_spec.model.vocab_size
     if tokenizer.get_vocab_size() > vocabulary:
         raise UserError(
             f"the tokenizer has {tokenizer.get_vocab_size()} tokens but [model] flavor = "

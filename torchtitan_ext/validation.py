@@ -10,6 +10,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
 
 from torchtitan_ext.data.loader import DataLoader
+from torchtitan_ext.metrics import ExtMetricsProcessor
 from torchtitan_ext.objective import IGNORE_INDEX, Prepared, microbatch_generator
 
 
@@ -34,6 +35,8 @@ class ExtValidator(Validator):
             if self.freq < 1:
                 raise ValueError(f"validation.freq must be at least 1, got {self.freq}")
 
+    config: Config
+    metrics_processor: ExtMetricsProcessor
     trainer: Any = None
     """The trainer, whose objective and masks are used; set after both are built."""
 
@@ -100,9 +103,7 @@ class ExtValidator(Validator):
         for index in range(len(batches), int(longest)):
             positions = torch.arange(self.seq_len).expand(self.local_batch_size, -1)
             empty = {"input": torch.zeros_like(positions), "positions": positions}
-            batches.append(
-                self._prepared(empty, torch.full_like(positions, IGNORE_INDEX), index=index)
-            )
+            batches.append(self._prepared(empty, torch.full_like(positions, IGNORE_INDEX), index=index))
         return batches
 
     def _prepared(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, index: int) -> Prepared:

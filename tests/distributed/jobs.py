@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
+import types
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchtitan.trainer as trainer_module
 from torch.distributed.tensor import DTensor
 
 import torchtitan_ext  # noqa: F401  (installs the CPU device before torchtitan is imported)
@@ -63,6 +66,8 @@ class Recorder:
 def build(folder: str, args: list[str], *, toml: str = CONFIG) -> ExtTrainer:
     """A trainer for the TOML and the arguments, with its dump folder inside ``folder``."""
     torch.set_num_threads(1)
+    # The loop's closing sleep of two seconds is for ranks on other machines.
+    trainer_module.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     logging.getLogger().setLevel(logging.WARNING)
     path = Path(folder) / "config.toml"
     if not path.exists() or path.read_text() != toml:
@@ -134,3 +139,150 @@ def gradients(folder: str, args: list[str], toml: str = CONFIG) -> dict[str, tor
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
     finish(trainer)
     return captured
+
+
+def train_logged(folder: str, args: list[str]) -> dict[str, Any]:
+    """:func:`train` with what was logged under "log"."""
+    lines: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Collect(level=logging.INFO)
+    trainer = build(folder, args)
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    recorder = Recorder()
+    trainer.metrics_processor.logger = recorder
+    trainer.train()
+    finish(trainer)
+    return {"loss": recorder.series("loss_metrics/global_avg_loss"), "log": "\n".join(lines)}
+
+
+def train_with_slow_save(folder: str, args: list[str]) -> None:
+    """Data files are written, then the save sleeps before its metadata."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    finish_save = FileSystemWriter.finish
+
+    def slow(self: Any, *rest: Any, **kwargs: Any) -> Any:
+        time.sleep(300)
+        return finish_save(self, *rest, **kwargs)
+
+    FileSystemWriter.finish = slow
+    train(folder, args)
+
+
+def train_on_full_disk(folder: str, args: list[str]) -> str:
+    """The message with which a run ends whose disk is full at the next save."""
+    import errno
+
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    from torchtitan_ext.errors import UserError
+
+    write = FileSystemWriter.write_data
+
+    def full_disk(self: Any, plan: Any, planner: Any) -> Any:
+        write(self, plan, planner).wait()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    FileSystemWriter.write_data = full_disk
+    trainer = build(folder, args)
+    try:
+        trainer.train()
+    except UserError as error:
+        return str(error)
+    finally:
+        finish(trainer)
+    return "the save did not fail"
+
+
+def refusal(folder: str, args: list[str], toml: str = CONFIG) -> dict[str, Any]:
+    """The one-line error with which a run is refused, and what it left in its dump folder."""
+    from torchtitan_ext import train as entry
+    from torchtitan_ext.errors import UserError
+
+    path = Path(folder) / "config.toml"
+    path.write_text(toml)
+    out = Path(folder) / "out"
+    try:
+        entry.run(["--job.config_file", str(path), "--job.dump_folder", str(out), *args])
+    except UserError as error:
+        left = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) if out.exists() else []
+        return {"error": str(error), "left": left}
+    return {"error": None, "left": []}
+
+
+def refusal_without_disk(folder: str, args: list[str]) -> dict[str, Any]:
+    """:func:`refusal` on a machine whose disk has a kilobyte left."""
+    import shutil
+
+    usage = shutil.disk_usage(folder)
+    shutil.disk_usage = lambda path: usage._replace(free=1024)
+    return refusal(folder, args)
+
+
+def validation_series(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[float, float]]:
+    """Validation loss and perplexity by step, from a recorder's rows."""
+    losses = {s: r["validation_metrics/loss"] for s, r in rows if "validation_metrics/loss" in r}
+    perplexities = {
+        s: r["validation_metrics/perplexity"] for s, r in rows if "validation_metrics/perplexity" in r
+    }
+    return {step: (losses[step], perplexities[step]) for step in losses}
+
+
+def packed_against_separate(folder: str, args: list[str]) -> dict[str, Any]:
+    """Largest difference between a packed row's logits and its documents run one by one."""
+    trainer = build(folder, args)
+    (model,) = trainer.model_parts
+    inputs, _ = next(iter(trainer.dataloader))
+    lengths = [11, 1, 29, 23]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    tokens = inputs["input"].flatten()[: sum(lengths)][None]
+    with torch.no_grad():
+        packed = model(tokens, positions, trainer._attention_masks(positions))
+        separate = []
+        for piece, place in zip(tokens.split(lengths, 1), positions.split(lengths, 1), strict=True):
+            separate.append(model(piece, place, trainer._attention_masks(place)))
+    difference = (packed - torch.cat(separate, 1)).abs().max().item()
+    finish(trainer)
+    return {"difference": difference, "documents": len(lengths)}
+
+
+def _train_with_labels(folder: str, args: list[str], unlabel: Any) -> dict[str, Any]:
+    trainer = build(folder, [*args, "--training.steps", "2"])
+    recorder = Recorder()
+    trainer.metrics_processor.logger = recorder
+    batches = iter(trainer.dataloader)
+
+    def changed() -> Any:
+        for index, (inputs, labels) in enumerate(batches):
+            yield inputs, unlabel(index, labels)
+
+    generator = trainer.batch_generator
+    trainer.batch_generator = lambda _: generator(changed())
+    trainer.train()
+    finish(trainer)
+    return {
+        "loss": recorder.series("loss_metrics/global_avg_loss"),
+        "grad_norm": recorder.series("grad_norm"),
+        "rows": recorder.rows,
+    }
+
+
+def train_on_empty_batch(folder: str, args: list[str]) -> dict[str, Any]:
+    """Two steps, the first without a supervised token."""
+    return _train_with_labels(
+        folder, args, lambda i, labels: torch.full_like(labels, -100) if i == 0 else labels
+    )
+
+
+def train_on_half_empty_batch(folder: str, args: list[str]) -> dict[str, Any]:
+    """Two steps in which rank 1 has no supervised token."""
+    import os
+
+    rank = int(os.environ["RANK"])
+    return _train_with_labels(folder, args, lambda i, labels: torch.full_like(labels, -100) if rank else labels)

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 import torch
+
 from tests.distributed import jobs
 from tests.distributed.harness import run
 
@@ -125,26 +126,3 @@ def test_chunked_loss_changes_nothing():
         got = launch(jobs.train, world, [*args, "--loss.num_chunks", "4"])[0]
         for step, loss in single()["loss"].items():
             assert got["loss"][step] == pytest.approx(loss, abs=1e-4)
-
-
-def test_pipeline_of_two_stages():
-    args = [
-        "--parallelism.pipeline_parallel_degree",
-        "2",
-        "--parallelism.pipeline_parallel_microbatch_size",
-        "2",
-        "--model.flavor",
-        "dream-debug-causal",
-    ]
-    del args[-2:]
-    pytest.importorskip("torch.distributed.pipelining")
-    from torchtitan_ext.backbones import SIZES
-
-    untied = [name for name, size in SIZES.items() if name.endswith("debug") and not size.tied and size.attention == "causal"]
-    if not untied:
-        pytest.skip("no untied causal debug backbone")
-    flavor = ["--model.flavor", untied[0]]
-    (expected,) = launch(jobs.train, 1, flavor)
-    got = launch(jobs.train, 2, [*flavor, *args])[1]  # the last stage knows the loss
-    for step, loss in expected["loss"].items():
-        assert got["loss"][step] == pytest.approx(loss, abs=1e-4)

@@ -16,10 +16,18 @@ from torchtitan_ext.backbones.adapter import model_shapes
 from torchtitan_ext.backbones.key_maps import hf_names, is_ignorable
 from torchtitan_ext.errors import UserError
 
-LLADA_FIRST_BLOCK = {
-    f"model.transformer.blocks.0.{name}.weight"
-    for name in ["attn_norm", "ff_norm", "q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out"]
-}
+LLADA_BLOCK = (
+    "attn_norm",
+    "ff_norm",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "attn_out",
+    "ff_proj",
+    "up_proj",
+    "ff_out",
+)
+LLADA_FIRST_BLOCK = {f"model.transformer.blocks.0.{name}.weight" for name in LLADA_BLOCK}
 
 
 class WithGate(HFAdapter):

@@ -143,7 +143,7 @@ def test_context_parallel_with_varlen_is_refused():
 
 
 def test_rotary_tables_longer_than_the_context_are_refused():
-    with pytest.raises(UserError, match="8193.*8192"):
+    with pytest.raises(UserError, match=r"8193.*8192"):
         build_config(lookup("smollm2-135M"), attention="dense", max_seq_len=8193)
     short = build_config(lookup("smollm2-135M"), attention="dense", max_seq_len=16)
     assert short.max_seq_len == 16

@@ -16,11 +16,21 @@ from safetensors.torch import save_file
 
 import torchtitan_ext  # noqa: F401 - before torchtitan
 from torchtitan_ext.backbones import Backbone, BackboneSize, HFAdapter, build_config, hf_config, lookup
-from torchtitan_ext.backbones.key_maps import hf_names
 from torchtitan_ext.checkpoint.convert import convert_from_hf
 
 transformers = pytest.importorskip("transformers")
 
+LLADA_PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ff_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "attn_out",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
 FAMILIES = ("smollm2", "qwen2_5", "qwen3", "llada", "dream")
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -60,14 +70,28 @@ def save_folder(model, size: BackboneSize, folder: Path, *, dtype: torch.dtype =
         model.save_pretrained(folder)
         return folder
     folder.mkdir(parents=True)
-    theirs = hf_names(size)
-    ours = {name: key for key, name in hf_names(replace(size, family="qwen2_5")).items()}
-    tensors = {theirs[ours[name]]: t.contiguous() for name, t in model.state_dict().items()}
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if size.tied:
-        del tensors[theirs["lm_head.weight"]]
+        del tensors["lm_head.weight"]
+    if size.family == "llada":
+        tensors = {llada_name(name): tensor for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config(size)))
     return folder
+
+
+def llada_name(name: str) -> str:
+    """LLaDA's name of a Llama tensor, written down apart from the package's map."""
+    prefix, _, rest = name.partition("layers.")
+    if not rest:
+        return {
+            "model.embed_tokens.weight": "model.transformer.wte.weight",
+            "model.norm.weight": "model.transformer.ln_f.weight",
+            "lm_head.weight": "model.transformer.ff_out.weight",
+        }[name]
+    layer, _, part = rest.partition(".")
+    assert prefix == "model."
+    return f"model.transformer.blocks.{layer}.{LLADA_PARTS[part.removesuffix('.weight')]}.weight"
 
 
 def build_loaded(size: BackboneSize, checkpoint: Path) -> Backbone:

@@ -167,7 +167,7 @@ def test_unused_sliding_window_is_fine():
 def test_missing_key_is_named():
     config = hf_config(lookup("qwen3-8B"))
     del config["intermediate_size"]
-    with pytest.raises(UserError, match="config.json lacks 'intermediate_size'"):
+    with pytest.raises(UserError, match=r"config\.json lacks 'intermediate_size'"):
         size_from_hf(config)
 
 

@@ -1,4 +1,4 @@
-"""What keeps the house in order: arrows between rooms, the signatures we rely on, words that must not appear."""
+"""Arrows between rooms, the torchtitan signatures we rely on, and words that must not appear."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from tests.paths import ROOT
 
 PACKAGE = ROOT / "torchtitan_ext"
@@ -92,7 +93,12 @@ def test_signatures_of_torchtitan_that_we_rely_on():
     assert parameters(Trainer.batch_generator) == ["self", "data_iterable"]
     assert parameters(Trainer.train_step) == ["self", "data_iterator"]
     assert parameters(Trainer.post_dataloading_process) == ["self", "input_dict", "labels"]
-    assert parameters(Trainer.forward_backward_step) == ["self", "input_dict", "labels", "global_valid_tokens"]
+    assert parameters(Trainer.forward_backward_step) == [
+        "self",
+        "input_dict",
+        "labels",
+        "global_valid_tokens",
+    ]
     assert parameters(Trainer._forward_backward_body) == [
         "self",
         "inputs",
@@ -109,7 +115,12 @@ def test_signatures_of_torchtitan_that_we_rely_on():
         "from_quantized",
     ]
     assert parameters(CheckpointManager.dcp_save)[:3] == ["self", "state_dict", "checkpoint_id"]
-    assert parameters(MetricsProcessor.log)[1:5] == ["step", "global_avg_loss", "global_max_loss", "grad_norm"]
+    assert parameters(MetricsProcessor.log)[1:5] == [
+        "step",
+        "global_avg_loss",
+        "global_max_loss",
+        "grad_norm",
+    ]
     assert parameters(Validator.validate) == ["self", "model_parts", "step"]
     assert parameters(Decoder.forward) == ["self", "tokens", "positions", "attention_masks"]
     assert "dp_mesh_dims" in parameters(apply_fsdp_to_decoder)

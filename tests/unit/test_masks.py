@@ -77,7 +77,10 @@ def test_varlen_boundaries_are_the_documents(lengths):
     assert varlen.metadata.cu_seq_q.tolist() == expected
     assert varlen.metadata.max_q == max(lengths)
     assert varlen.window == (-1, 0)
-    assert attention.build_mask(masks.bidirectional_document(positions_of(lengths)), "varlen").window == (-1, -1)
+    assert attention.build_mask(masks.bidirectional_document(positions_of(lengths)), "varlen").window == (
+        -1,
+        -1,
+    )
 
 
 def test_varlen_refuses_a_structured_mask():
@@ -110,7 +113,5 @@ def test_grouped_heads_equal_repeated_heads():
     k, v = torch.randn(2, 2, 2, 5, 8, generator=generator).unbind()
     mask = attention.build_mask(masks.causal_document(positions_of([5]).expand(2, -1)), "dense")
     grouped = attention.attend_dense(q, k, v, mask_B1LT=mask)
-    repeated = attention.attend_dense(
-        q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), mask_B1LT=mask
-    )
+    repeated = attention.attend_dense(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), mask_B1LT=mask)
     torch.testing.assert_close(grouped, repeated, atol=1e-6, rtol=1e-6)

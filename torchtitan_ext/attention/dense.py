@@ -107,7 +107,5 @@ class DenseAttention(Module):
                 "dense attention needs a boolean mask [B, 1, L, L] or a CachedAttention, "
                 f"got {type(attention_masks).__name__}"
             )
-        out_BNLH = attend_dense(
-            q_BLNH.transpose(1, 2), k_BNTH, v_BNTH, mask_B1LT=mask_B1LT, scale=scale
-        )
+        out_BNLH = attend_dense(q_BLNH.transpose(1, 2), k_BNTH, v_BNTH, mask_B1LT=mask_B1LT, scale=scale)
         return out_BNLH.transpose(1, 2)

@@ -11,7 +11,7 @@ from torchtitan_ext.attention.varlen import PackedAttention, build_varlen_mask
 from torchtitan_ext.errors import UserError, unknown
 from torchtitan_ext.masks import Mask
 
-BACKENDS: dict[str, tuple[type[Module], Any]] = {
+BACKENDS: dict[str, tuple[Any, Any]] = {
     "dense": (DenseAttention, evaluate_mask),
     "flex": (PaddedFlexAttention, build_block_mask),
     "varlen": (PackedAttention, build_varlen_mask),

@@ -48,7 +48,7 @@ class PackedAttention(VarlenAttention):
         layer_id: int = 0
         """Index of the layer (unused by this kernel; the same field as the dense one)."""
 
-    def forward(
+    def forward(  # pyrefly: ignore[bad-override] - the window travels with the mask
         self,
         q_BLNH: torch.Tensor,
         k_BLNH: torch.Tensor,

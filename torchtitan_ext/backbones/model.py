@@ -5,7 +5,7 @@ Shape suffixes: B = batch, L = sequence length, D = model dimension, V = vocabul
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -171,7 +171,8 @@ def build_config(size: BackboneSize, *, attention: str, max_seq_len: int | None 
     blocks = [
         build_block(size, layer_id=i, attention=attention, context=context) for i in range(size.n_layers)
     ]
-    return Backbone.Config(size=size, attention=attention, layers=blocks, **root_fields(size))
+    backend = cast(AttentionBackend, attention)  # build_block has refused any other
+    return Backbone.Config(size=size, attention=backend, layers=blocks, **root_fields(size))
 
 
 def _linear(

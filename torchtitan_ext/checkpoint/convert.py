@@ -12,7 +12,7 @@ import json
 import shutil
 import tomllib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +186,7 @@ def _refuse_added(adapter: HFAdapter, infos: dict[str, Any], *, name: str) -> No
     added = sorted(set(model_shapes(adapter.model_config)) - set(infos))
     if added:
         raise UserError(
-            f"method {name!r} adds {len(added)} parameters that no Hugging Face folder has ({added[0]}, ...); "
+            f"method {name!r} adds {len(added)} parameters that the folder does not have ({added[0]}, ...); "
             "train from the folder itself with [checkpoint] initial_load_in_hf = true"
         )
 
@@ -219,7 +219,8 @@ def _exported_names(
 ) -> dict[str, str]:
     """Name in the folder -> name in the checkpoint, with the tied head as in the source folder."""
     keys_file = assets / HF_KEYS
-    original = set(json.loads(keys_file.read_text(encoding="utf-8"))) if keys_file.is_file() else set()
+    own = keys_file.is_file() and _describes(assets, adapter.size)
+    original = set(json.loads(keys_file.read_text(encoding="utf-8"))) if own else set()
     tied_head = "keep" if adapter.names[HEAD] in original else "drop"
     # The adapter renames without looking at values, so names can stand for the tensors.
     exported = adapter.to_hf({name: name for name in stored}, tied_head=tied_head, added="keep")
@@ -241,7 +242,7 @@ def _load(checkpoint: Path, entries: dict[str, TensorStorageMetadata]) -> dict[s
 
 
 @contextmanager
-def _one_process() -> Iterator[None]:
+def _one_process() -> Generator[None]:
     """Without DCP's warning that there is no process group, which is what is meant here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -249,17 +250,21 @@ def _one_process() -> Iterator[None]:
 
 
 def _export_config(size: BackboneSize, *, assets: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """The source's config.json where it describes this model, else one made from the size.
-
-    The assets may be another model's, when only its tokenizer was used.
-    """
+    """The source's config.json where it describes this model, else one made from the size."""
     name = str(dtype).removeprefix("torch.")
-    path = assets / "config.json"
-    if not path.is_file() or not same_arithmetic(size_from_folder(assets), size):
+    if not _describes(assets, size):
         return hf_config(size, dtype=name)
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = json.loads((assets / "config.json").read_text(encoding="utf-8"))
     config["dtype" if "dtype" in config else "torch_dtype"] = name
     return config
+
+
+def _describes(assets: Path, size: BackboneSize) -> bool:
+    """Whether the assets are this model's own; they may be another's, whose tokenizer was used."""
+    try:
+        return same_arithmetic(size_from_folder(assets), size)
+    except UserError:
+        return False
 
 
 def _copy_assets(source: Path, target: Path) -> None:

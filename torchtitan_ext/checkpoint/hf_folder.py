@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,7 +228,7 @@ def require_space(folder: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def replaced_folder(folder: Path, *, marker: str, overwrite: bool = False) -> Iterator[Path]:
+def replaced_folder(folder: Path, *, marker: str, overwrite: bool = False) -> Generator[Path]:
     """A temporary sibling that takes the place of ``folder`` when the block ends without an error.
 
     ``marker``: a file by which an earlier result is known; such a folder is replaced, any other

@@ -126,7 +126,9 @@ class ExtCheckpointManager(CheckpointManager):
         step, skipped = on_rank_zero(lambda: whole.newest_whole(Path(folder)))
         for bad, reason in skipped:
             used = f"using step-{step}" if step >= 0 else "no whole checkpoint is left"
-            logger.warning(f"Checkpoint {filesystem.join(folder, f'step-{bad}')} is damaged: {reason}; {used}")
+            logger.warning(
+                f"Checkpoint {filesystem.join(folder, f'step-{bad}')} is damaged: {reason}; {used}"
+            )
         return step
 
     def _load(self, step: int = -1) -> bool:
@@ -134,7 +136,8 @@ class ExtCheckpointManager(CheckpointManager):
             reason = on_rank_zero(lambda: whole.damage(Path(self._create_checkpoint_id(step))))
             if reason is not None:
                 raise UserError(
-                    f"[checkpoint] load_step = {step}: {self._create_checkpoint_id(step)} cannot be loaded: {reason}"
+                    f"[checkpoint] load_step = {step}: {self._create_checkpoint_id(step)} cannot be loaded: "
+                    f"{reason}"
                 )
         return super()._load(step)
 
@@ -167,8 +170,8 @@ class ExtCheckpointManager(CheckpointManager):
         stored = whole.read_metadata(folder).state_dict_metadata
         if resumed and not any(key.startswith("train_state") for key in stored):
             raise UserError(
-                f"checkpoint {folder} holds only model weights ([checkpoint] last_save_model_only), so this run "
-                "cannot be resumed; start another from it with [checkpoint] initial_load_path"
+                f"checkpoint {folder} holds only model weights ([checkpoint] last_save_model_only), so this "
+                "run cannot be resumed; start another from it with [checkpoint] initial_load_path"
             )
         model = self.states[MODEL].state_dict()
         missing = [name for name in model if name in state_dict and name not in stored]

@@ -48,7 +48,7 @@ _USAGE = (
     "every other option is --section.key value"
 )
 _CONFIG_FILE = ("job", "config_file")
-_MAX_LISTED = 15
+_MAX_LISTED = 18
 
 
 class _Table(dict[str, Any]):
@@ -133,7 +133,7 @@ def _options(argv: list[str]) -> list[Option]:
     for word in words:
         name, equals, text = word[0][2:].partition("=")
         value = text if equals else word[1] if len(word) == 2 else None
-        options.append(Option(tuple(name.replace("-", "_").split(".")), value))
+        options.append(Option(tuple(_printable(name.replace("-", "_")).split(".")), value))
     return options
 
 
@@ -167,7 +167,8 @@ def _default_root(
     try:
         return make_default(model)
     except UserError as error:
-        raise UserError(f"{_origins(origin, bool(options))}: {error}") from error
+        on_command_line = any(option.path[0] == "model" for option in options)
+        raise UserError(f"{_origins(origin, on_command_line)}: {error}") from error
 
 
 def _origins(origin: str | None, command_line: bool) -> str:
@@ -281,7 +282,7 @@ def _read_section(
     known = entries(node, root=not path)
     result = _Table()
     for key, value in table.items():
-        here = (*path, key)
+        here = (*path, _printable(key))
         entry = known.get(key)
         if entry is None:
             _refuse(root, here, value, origin=origin, known=known)
@@ -310,6 +311,7 @@ def _read_leaf(entry: Entry, value: Any, *, origin: str, key: str) -> Any:
         known, fields = entries(cls), _Table()
         for name, inner in item.items():
             if name not in known:
+                name = _printable(name)
                 own = [f"{item_key}.{k}" for k in known]
                 raise UserError(
                     f"{origin}: unknown key {item_key}.{name}{nearest(f'{item_key}.{name}', own)} "
@@ -327,35 +329,31 @@ def _read_leaf(entry: Entry, value: Any, *, origin: str, key: str) -> Any:
 
 
 def _set_option(root: Any, table: _Table, option: Option) -> None:
-    """Put one option of the command line into the typed"""
+    """Put one option of the command line into the typed values."""
     path = (SECTION_NAMES.get(option.path[0], option.path[0]), *option.path[1:])
-    node = root
-    for depth, part in enumerate(path):
-        known = entries(node, root=depth == 0)
-        entry, text, last = known.get(part), option.text, depth == len(path) - 1
-        if entry is None and last and part.startswith("no_"):
-            entry = known.get(part.removeprefix("no_"))
-            if entry is not None and not is_flag(entry.hint):
-                entry = None
-            if entry is not None and text is not None:
-                raise UserError(f"{COMMAND_LINE}: --{'.'.join(path)}: got {text!r}, allowed: no value")
-            text = "false"
-        if entry is None or (entry.section is None) != last:
-            _refuse_option(root, path[: depth + 1], entry, known=known)
-        if entry.section is not None:
-            inner = table.get(entry.field)
-            # A section that the file set to none comes back with the first key given for it.
-            table[entry.field] = table = inner if isinstance(inner, _Table) else _Table()
-            node = entry.section
-            continue
-        if text is None and is_flag(entry.hint):
-            text = "true"
-        if text is None:
-            raise UserError(
-                f"{COMMAND_LINE}: --{'.'.join(path)} needs a value (allowed: {describe(entry.hint)})"
-            )
-        value = from_text(entry.hint, text)
-        table[entry.field] = _read_leaf(entry, value, origin=COMMAND_LINE, key=".".join(path))
+    node, text, dotted = root, option.text, ".".join(path)
+    for depth, part in enumerate(path[:-1]):
+        entry = entries(node, root=depth == 0).get(part)
+        if entry is None or entry.section is None:
+            _refuse_option(root, path, entry, depth=depth)
+        # A section that the file set to none comes back with the first key given for it.
+        if not isinstance(table.get(entry.field), _Table):
+            table[entry.field] = _Table()
+        table, node = table[entry.field], entry.section
+    known = entries(node, root=len(path) == 1)
+    entry = known.get(path[-1])
+    if entry is None and (negated := known.get(path[-1].removeprefix("no_"))) and is_flag(negated.hint):
+        if text is not None:
+            raise UserError(f"{COMMAND_LINE}: --{dotted}: got {text!r}, allowed: no value")
+        entry, text = negated, "false"
+    if entry is None or entry.section is not None:
+        _refuse_option(root, path, entry, depth=len(path) - 1)
+    if text is None and is_flag(entry.hint):
+        text = "true"
+    if text is None:
+        raise UserError(f"{COMMAND_LINE}: --{dotted} needs a value (allowed: {describe(entry.hint)})")
+    value = from_text(entry.hint, text)
+    table[entry.field] = _read_leaf(entry, value, origin=COMMAND_LINE, key=dotted)
 
 
 def _rebuild(node: Any, table: _Table, *, origin: str, key: str) -> Any:
@@ -388,6 +386,11 @@ def _in_section(origin: str, key: str, error: Exception) -> str:
 
 
 # --- refusing --------------------------------------------------------------------------
+
+
+def _printable(name: str) -> str:
+    """The name for a message of one line."""
+    return name if name.isprintable() else repr(name)
 
 
 def _listed(names: Any) -> str:
@@ -431,21 +434,23 @@ def _refuse(
     raise UserError(f"{origin}: unknown key {dotted}{hint} (allowed in [{section}]: {_listed(known)})")
 
 
-def _refuse_option(
-    root: Any, path: tuple[str, ...], entry: Entry | None, *, known: dict[str, Entry]
-) -> NoReturn:
-    """Raise for an option that is not a key."""
-    dotted = ".".join(path)
+def _refuse_option(root: Any, path: tuple[str, ...], entry: Entry | None, *, depth: int) -> NoReturn:
+    """Raise for an option that is not a key; ``depth`` parts of its path exist, the next ends the search."""
+    dotted, reached = ".".join(path), ".".join(path[: depth + 1])
     if entry is not None and entry.section is not None:
         keys = _listed(entries(entry.section))
-        raise UserError(f"{COMMAND_LINE}: --{dotted} is a section (allowed: --{dotted}.KEY with {keys})")
+        raise UserError(f"{COMMAND_LINE}: --{reached} is a section (allowed: --{reached}.KEY with {keys})")
     if entry is not None:
-        raise UserError(
-            f"{COMMAND_LINE}: --{dotted} has no keys of its own (allowed: {describe(entry.hint)})"
-        )
+        allowed = describe(entry.hint)
+        raise UserError(f"{COMMAND_LINE}: --{reached} has no keys of its own (allowed: {allowed})")
     if fate := moved(dotted):
         raise UserError(f"{COMMAND_LINE}: --{dotted} {fate}")
-    hint = _suggestion(root, path, list(known))
+    node = root
+    for level, part in enumerate(path[:depth]):
+        node = entries(node, root=level == 0)[part].section
+    known = entries(node, root=depth == 0)
+    near = _closest(dotted, leaves(root), cutoff=0.85)
+    hint = f"; did you mean {near!r}?" if near else _suggestion(root, path[: depth + 1], list(known))
     raise UserError(f"{COMMAND_LINE}: unknown option --{dotted}{hint} (allowed: {_listed(known)})")
 
 

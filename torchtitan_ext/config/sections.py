@@ -78,6 +78,7 @@ class OptimizerSection(Configurable.Config):
         if self.weight_decay < 0:
             raise ValueError(f"optimizer.weight_decay must not be negative, got {self.weight_decay}")
 
+    # pyrefly: ignore[bad-override] - torchtitan passes the runtime objects by keyword
     def build(self, *, model_parts: list[nn.Module], **kwargs: Any) -> OptimizersContainer:
         """Optimizers over the trainable parameters of the model parts."""
         common = {

@@ -24,6 +24,9 @@ from torchtitan_ext.errors import UserError
 SECTION_NAMES = {"profiler": "profiling", "validator": "validation"}
 """Field of the root -> its TOML section, where the two differ."""
 
+_FIRST = ("job", "model")
+"""Sections that come first in a file and in messages; the others keep the order of the fields."""
+
 NONE = "none"
 """How ``None`` is written."""
 
@@ -215,7 +218,7 @@ def entries(node: Any, *, root: bool = False) -> dict[str, Entry]:
             continue
         name = SECTION_NAMES.get(field.name, field.name) if root else field.name
         found[name] = Entry(field.name, hint, value, default, section)
-    return found
+    return {n: found[n] for n in _FIRST if n in found} | found if root else found
 
 
 def leaves(node: Any, *, prefix: str = "") -> list[str]:

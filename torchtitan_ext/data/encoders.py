@@ -20,7 +20,9 @@ def field_of(record: Record, field: str, *, where: str) -> Any:
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected a record with fields, got {type(record).__name__}")
     if field not in record:
-        raise UserError(f"{where}: no field {field!r}{nearest(field, record)} (fields: {', '.join(sorted(record))})")
+        raise UserError(
+            f"{where}: no field {field!r}{nearest(field, record)} (fields: {', '.join(sorted(record))})"
+        )
     return record[field]
 
 
@@ -44,7 +46,9 @@ def resolve_bos(tokenizer: BaseTokenizer, add_bos: AddBos) -> bool:
     bos_id = getattr(tokenizer, "bos_id", None)
     if add_bos == "always" and bos_id is None:
         raise UserError("dataloader.add_bos = 'always', but the tokenizer has no BOS token")
-    return add_bos == "always" or (add_bos == "auto" and bool(getattr(tokenizer, "wants_bos", bos_id is not None)))
+    return add_bos == "always" or (
+        add_bos == "auto" and bool(getattr(tokenizer, "wants_bos", bos_id is not None))
+    )
 
 
 def encode_plain(tokenizer: BaseTokenizer, texts: Sequence[str], *, add_bos: bool) -> list[np.ndarray]:

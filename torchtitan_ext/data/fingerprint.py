@@ -14,7 +14,7 @@ _PROBE = "def f(x):\n    return 'Zoë' + str(x ** 2)  # 12345\n"
 
 def tokenizer_probe(tokenizer: BaseTokenizer) -> str:
     """A short text that differs between tokenizers that encode differently."""
-    ids = [int(i) for i in tokenizer.encode(_PROBE)]
+    ids = list(tokenizer.encode(_PROBE))
     special = [getattr(tokenizer, f"{role}_id", None) for role in ("bos", "eos", "pad")]
     return f"{tokenizer.get_vocab_size()} tokens, {derive_seed(str(ids), str(special)):016x}"
 
@@ -41,7 +41,7 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
     differences = _differences(saved, current)
     if differences:
         raise UserError(
-            f"the data is not that of the checkpoint, so its place cannot be resumed: {'; '.join(differences)}"
+            f"the data is not that of the checkpoint, so it cannot be resumed: {'; '.join(differences)}"
             " (restore these settings, or keep the data state out of the resume with"
             " checkpoint.exclude_from_loading = ['dataloader'])"
         )

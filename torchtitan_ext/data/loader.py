@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -61,27 +61,26 @@ class Engine:
                 packer.load_state(start.streams[v])
         self._states = {v: packer.state() for v, packer in self._packers.items()}
 
-    def next_batch(self) -> tuple[Batch, Snapshot] | None:
-        """The next batch and the state after it; None when no stream of this rank has a row left.
+    def next_batch(self) -> tuple[Batch | None, Snapshot]:
+        """The next batch and the state after it; no batch when no stream of this rank has a row left.
 
         Rows of other ranks are built and thrown away where they come from a
         stream that this rank follows.
         """
+        if all(packer.ended() for packer in self._packers.values()):
+            self._states = {v: packer.state() for v, packer in self._packers.items()}
+            return None, Snapshot(self._row, self._states)
         stop = self._row + self._rows * self._world
         mine: list[Row | None] = []
-        some = False
         for i in range(self._row, stop):
             v = i % self._num_streams
             packer = self._packers.get(v)
             if packer is None:
                 continue
             row = packer.next_row()
-            some = some or row is not None
             self._states[v] = packer.state()
             if (i - self._base) % self._world == self._rank:
                 mine.append(row)
-        if not some:
-            return None
         self._row = stop
         return self._collate(mine), Snapshot(stop, dict(self._states))
 
@@ -104,11 +103,12 @@ class _Failure(NamedTuple):
 
 
 def _read_ahead(engine: Engine, out: "queue.Queue[Any]", stop: threading.Event) -> None:
-    """Body of the background thread. Holds no reference to the loader, so that the loader can be collected."""
+    """Body of the background thread; refers to no loader, so that the loader can be collected."""
     while not stop.is_set():
         try:
             item: Any = engine.next_batch()
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asks for the batch
+        except BaseException as error:
+            # Raised again in the thread that asks for the batch.
             item = _Failure(error)
         while not stop.is_set():
             try:
@@ -116,8 +116,19 @@ def _read_ahead(engine: Engine, out: "queue.Queue[Any]", stop: threading.Event) 
                 break
             except queue.Full:
                 continue
-        if item is None or isinstance(item, _Failure):
+        if isinstance(item, _Failure) or item[0] is None:
             return
+
+
+def _stop_thread(thread: threading.Thread, stop: threading.Event) -> None:
+    stop.set()
+    # The garbage collector may run this in the thread itself.
+    if thread is not threading.current_thread():
+        thread.join(timeout=60)
+
+
+def _nothing() -> None:
+    """There is no thread to stop."""
 
 
 class DataLoader(BaseDataLoader):
@@ -142,7 +153,7 @@ class DataLoader(BaseDataLoader):
         """BOS before documents of plain text; ``auto``: if the tokenizer has one and does not say no."""
 
         shuffle: Literal["auto", "none", "buffer", "full"] = "auto"
-        """Order of documents in an epoch. ``auto``: full where the number of documents is known, else buffer."""
+        """Order of documents in an epoch. ``auto``: full for data of known length, else buffer."""
 
         shuffle_buffer: int = 4096
         """Documents in a block of ``shuffle = "buffer"``, over all streams."""
@@ -181,7 +192,7 @@ class DataLoader(BaseDataLoader):
         self._fingerprint = self._describe(tokenizer)
         self._orders = make_orders(self._feeds, self._ordering)
         self._warned: set[str] = set()
-        self._stop: threading.Event | None = None
+        self._finish: Callable[[], Any] = _nothing
         self._begin(Snapshot(0, {v: self._packer(v).state() for v in range(self.num_streams)}))
 
     def _packer(self, stream: int) -> Packer:
@@ -197,9 +208,8 @@ class DataLoader(BaseDataLoader):
         self._ended = False
 
     def _end_thread(self) -> None:
-        if self._stop is not None:
-            self._stop.set()
-            self._stop = None
+        self._finish()
+        self._finish = _nothing
 
     def _start(self) -> Engine:
         world, rank, rows = self._shape
@@ -211,11 +221,13 @@ class DataLoader(BaseDataLoader):
         )  # fmt: skip
         if self.config.prefetch > 0:
             self._ahead = queue.Queue(maxsize=self.config.prefetch)
-            self._stop = threading.Event()
-            weakref.finalize(self, self._stop.set)
-            threading.Thread(
-                target=_read_ahead, args=(self._engine, self._ahead, self._stop), name="data-ahead", daemon=True
-            ).start()
+            stop = threading.Event()
+            thread = threading.Thread(
+                target=_read_ahead, args=(self._engine, self._ahead, stop), name="data-ahead", daemon=True
+            )
+            # Also runs when the loader is collected, and at the end of the process.
+            self._finish = weakref.finalize(self, _stop_thread, thread, stop)
+            thread.start()
         return self._engine
 
     def __iter__(self) -> Iterator[Batch]:
@@ -225,13 +237,13 @@ class DataLoader(BaseDataLoader):
             if isinstance(item, _Failure):
                 self._begin(self._snapshot)
                 raise item.error
-            if item is None:
+            batch, self._snapshot = item
+            self._report()
+            if batch is None:
                 self._ended = True
                 self._end_thread()
                 logger.info(f"Data: the end of finite data, {self.counters()}")
                 return
-            batch, self._snapshot = item
-            self._report()
             yield batch
 
     def _report(self) -> None:
@@ -245,10 +257,10 @@ class DataLoader(BaseDataLoader):
                 logger.warning(f"Data: {name} documents are left out; so far {counts}")
 
     def counters(self) -> dict[str, int]:
-        """Documents, split, dropped, broken, empty, padding_tokens and epochs of the streams this rank follows.
+        """Counts over the streams that this rank follows, up to the batch handed out last.
 
-        Counted up to the batch handed out last. ``epochs``: epochs begun after the first, in the source
-        that is furthest.
+        ``documents``, ``split``, ``dropped``, ``broken``, ``empty``, ``padding_tokens``, and ``epochs``:
+        how many epochs are over in the source that is furthest.
         """
         totals = dict.fromkeys((*COUNTERS, "epochs"), 0)
         for _, place, counts in self._snapshot.streams.values():
@@ -331,7 +343,7 @@ def _check_numbers(config: DataLoader.Config, *, seq_len: int, local_batch_size:
             raise UserError(f"dataloader.{key} is {getattr(config, key)}, expected {low} or more")
     if seq_len < 1 or local_batch_size < 1:
         raise UserError(
-            f"training.seq_len ({seq_len}) and training.local_batch_size ({local_batch_size}) must be 1 or more"
+            f"training.seq_len ({seq_len}) and local_batch_size ({local_batch_size}) must be 1 or more"
         )
 
 
@@ -374,7 +386,7 @@ def _ordering(config: DataLoader.Config, feeds: list[Feed]) -> Ordering:
     if shuffle == "auto":
         shuffle = "full" if known else "buffer"
     elif shuffle == "full" and not known:
-        raise UserError("dataloader.shuffle = 'full' needs data of known length; use 'buffer' for streamed data")
+        raise UserError("dataloader.shuffle = 'full' needs data of known length; streamed data has 'buffer'")
     return Ordering(
         seed=config.seed,
         shuffle=shuffle,

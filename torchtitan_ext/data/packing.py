@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from torchtitan.components.loss import IGNORE_INDEX
 
+from torchtitan_ext.errors import UserError
+
 COUNTERS = ("documents", "split", "dropped", "broken", "empty", "padding_tokens")
 
 
@@ -72,6 +74,8 @@ class Documents(Protocol):
     """What a packer draws from; ``state`` is the place of the next document."""
 
     counts: dict[str, int]
+    patience: int
+    """Unusable documents in a row after which the data counts as unusable."""
 
     def next(self) -> Document | None: ...
 
@@ -115,9 +119,13 @@ class Packer:
         self._documents.counts["padding_tokens"] += size - filled
         return row
 
+    def ended(self) -> bool:
+        """Whether no row is left. Looks at the next document without moving on."""
+        return self._in_hand is None and self._draw() is None
+
     def _draw(self) -> Document | None:
         """Take the next document in hand, leaving out those that are too long if the rule says so."""
-        while True:
+        for _ in range(self._documents.patience):
             place = self._documents.state()
             document = self._documents.next()
             too_long = document is not None and len(document.tokens) > self._rule.seq_len
@@ -125,8 +133,11 @@ class Packer:
                 self._documents.counts["dropped"] += 1
                 continue
             self._in_hand, self._place = document, place
-            # After load_state the place is that of a document of which a part is spent.
             return document
+        raise UserError(
+            f"long_documents = 'drop' leaves nothing: {self._documents.patience} documents in a row "
+            f"have more than seq_len = {self._rule.seq_len} tokens"
+        )
 
     def _place_piece(self, document: Document, row: Row, at: int, length: int) -> int:
         start, stop = self._spent, self._spent + length

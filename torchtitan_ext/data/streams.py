@@ -73,7 +73,9 @@ class IndexedCursor:
     exactly once an epoch for any number of streams.
     """
 
-    def __init__(self, source: IndexedSource, *, order: Order | None, stream: int, ordering: Ordering) -> None:
+    def __init__(
+        self, source: IndexedSource, *, order: Order | None, stream: int, ordering: Ordering
+    ) -> None:
         self._source, self._order = source, order
         self._position = stream
         self._step = ordering.num_streams
@@ -94,7 +96,7 @@ class IndexedCursor:
         return self._position
 
     def load_state(self, state: int) -> None:
-        self._position = int(state)
+        self._position = state
 
     def epoch(self) -> int:
         return self._position // self._source.size if self._source.size else 0
@@ -190,7 +192,9 @@ class MixtureState(NamedTuple):
 class DocumentStream:
     """Documents of one stream: draws a source by weight, reads, encodes a few at a time."""
 
-    def __init__(self, feeds: Sequence[Feed], *, stream: int, ordering: Ordering, orders: Sequence[Order | None]):
+    def __init__(
+        self, feeds: Sequence[Feed], *, stream: int, ordering: Ordering, orders: Sequence[Order | None]
+    ):
         self._feeds, self._stream, self._ordering = feeds, stream, ordering
         self._cursors = [self._cursor(i, orders[i]) for i in range(len(feeds))]
         self._ended = [False] * len(feeds)
@@ -198,7 +202,7 @@ class DocumentStream:
         self._ready: deque[tuple[MixtureState, Document | str]] = deque()
         self.counts = dict.fromkeys(COUNTERS, 0)
         # A stream sees every document of a source of known size within this many draws.
-        self._patience = 10_000 + 2 * sum(f.source.size or 0 for f in feeds)
+        self.patience = 10_000 + 2 * sum(f.source.size or 0 for f in feeds)
 
     def _cursor(self, i: int, order: Order | None) -> Cursor:
         source = self._feeds[i].source
@@ -209,7 +213,7 @@ class DocumentStream:
 
     def next(self) -> Document | None:
         """The next document with at least one token, or None at the end of finite data."""
-        for _ in range(self._patience):
+        for _ in range(self.patience):
             if not self._ready:
                 self._read_ahead()
             if not self._ready:
@@ -219,7 +223,7 @@ class DocumentStream:
                 return document
             self.counts[document] += 1
         names = ", ".join(f.name for f in self._feeds)
-        raise UserError(f"no usable document in {names}: {self._patience} in a row were empty or broken")
+        raise UserError(f"no usable document in {names}: {self.patience} in a row were empty or broken")
 
     def _read_ahead(self) -> None:
         drawn: list[tuple[MixtureState, int, Record | None]] = []
@@ -235,7 +239,9 @@ class DocumentStream:
             numbers = [n for n, (_, j, record) in enumerate(drawn) if j == i and record is not None]
             if numbers:
                 encoded = feed.encode([drawn[n][2] for n in numbers])  # pyrefly: ignore
-                documents.update((n, d if d is not None else "empty") for n, d in zip(numbers, encoded, strict=True))
+                documents.update(
+                    (n, d if d is not None else "empty") for n, d in zip(numbers, encoded, strict=True)
+                )
         self._ready.extend((place, documents[n]) for n, (place, _, _) in enumerate(drawn))
 
     def _draw(self) -> tuple[int, Record | None]:
@@ -253,7 +259,9 @@ class DocumentStream:
                 continue
             self._drawn += 1
             if self._stream == 0 and self._cursors[i].epoch() > epoch:
-                logger.info(f"Dataset {self._feeds[i].name!r}: end of epoch {epoch} in stream 0, {self.counts}")
+                logger.info(
+                    f"Dataset {self._feeds[i].name!r}: end of epoch {epoch} in stream 0, {self.counts}"
+                )
             return i, record
 
     def _live_state(self) -> MixtureState:

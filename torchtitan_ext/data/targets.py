@@ -6,7 +6,9 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 
-def own_token_targets(tokens_BL: torch.Tensor, labels_BL: torch.Tensor, positions_BL: torch.Tensor) -> torch.Tensor:
+def own_token_targets(
+    tokens_BL: torch.Tensor, labels_BL: torch.Tensor, positions_BL: torch.Tensor
+) -> torch.Tensor:
     """Each position's own token where that token is supervised, else -100.
 
     Token i is supervised when ``labels[i - 1]`` asks for it and both lie in

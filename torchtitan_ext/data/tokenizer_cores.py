@@ -8,7 +8,6 @@ token and chat templates are the business of
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 import unicodedata
@@ -148,7 +147,8 @@ class HFCore(Core):
             raise UserError(f"{folder / 'tokenizer_config.json'}: expected a JSON object")
         special_map = read_json(folder / "special_tokens_map.json") or {}
         self.roles = {
-            role: _token_text(self._config.get(f"{role}_token")) or _token_text(special_map.get(f"{role}_token"))
+            role: _token_text(self._config.get(f"{role}_token"))
+            or _token_text(special_map.get(f"{role}_token"))
             for role in ROLES
         }
         declared = [t for t in (*self.roles.values(), *self._extra_tokens()) if t is not None]
@@ -158,8 +158,8 @@ class HFCore(Core):
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials = {token.content: i for i, token in added.items() if token.special}
         for text in self.roles.values():
-            if text is not None:
-                self.specials[text] = self._tokenizer.token_to_id(text)
+            if text is not None and (token_id := self._tokenizer.token_to_id(text)) is not None:
+                self.specials[text] = token_id
         self.chat_template = self._read_chat_template()
         says_bos = self._config.get("add_bos_token")
         self.wants_bos = says_bos if isinstance(says_bos, bool) else None
@@ -279,7 +279,9 @@ _QWEN2_5 = (
 )
 _QWEN3 = (*_QWEN2_5, "<tool_response>", "</tool_response>", "<think>", "</think>")
 # Part of the layout, but ordinary text for decode.
-_VISIBLE = frozenset(("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"))
+_VISIBLE = frozenset(
+    ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+)
 _LLAMA3 = (
     *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"),
     *("finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id"),
@@ -321,7 +323,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
+        except ValueError as error:
             raise UserError(
                 f"{path}, line {number}: not a tiktoken rank file (expected 'base64 rank', got {line[:40]!r})"
             ) from error

@@ -27,7 +27,11 @@ def find_tiktoken(path: Path) -> Path | None:
     """The rank file that ``path`` is or holds: ``*.tiktoken`` or Llama's ``tokenizer.model``."""
     if path.is_file():
         return path if path.suffix in (".tiktoken", ".model") else None
-    candidates = [*sorted(path.glob("*.tiktoken")), path / "tokenizer.model", path / "original" / "tokenizer.model"]
+    candidates = [
+        *sorted(path.glob("*.tiktoken")),
+        path / "tokenizer.model",
+        path / "original" / "tokenizer.model",
+    ]
     return next((c for c in candidates if c.is_file()), None)
 
 
@@ -231,7 +235,9 @@ def _load_core(config: Tokenizer.Config, path_text: str) -> Core:
     if kind == "byte":
         return ByteCore()
     if path is None or not path.exists():
-        raise UserError(f"tokenizer.kind = {kind!r} needs a tokenizer path, got {path_text!r} (model.hf_assets_path)")
+        raise UserError(
+            f"tokenizer.kind = {kind!r} needs a tokenizer path, got {path_text!r} (model.hf_assets_path)"
+        )
     if kind == "hf":
         if hf is None:
             raise UserError(f"{path_text!r} holds no tokenizer.json, nor vocab.json with merges.txt")

@@ -1,0 +1,118 @@
+"""What a training run does beside the loop: packing, empty batches, validation, compile, torchtitan's models."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tests.distributed import jobs
+from tests.distributed.harness import run
+
+VALIDATE = ["--validation.enable", "--validation.freq", "5", "--validation.steps", "3"]
+
+
+def one(job, tmp_path, args, world=1, **kwargs):
+    tmp_path.mkdir(exist_ok=True)
+    return run(job, world=world, folder=str(tmp_path), args=args, **kwargs)[0]
+
+
+@pytest.mark.parametrize("flavor", ["smollm2-debug", "llada-debug"])
+def test_packed_documents_equal_the_same_documents_run_separately(flavor, tmp_path):
+    result = one(jobs.packed_against_separate, tmp_path, ["--model.flavor", flavor])
+    assert result["documents"] >= 3
+    assert result["difference"] < 1e-5
+
+
+def test_a_batch_without_supervised_tokens_trains_on(tmp_path):
+    result = one(jobs.train_on_empty_batch, tmp_path, [])
+    assert result["loss"][1] == 0.0 and result["grad_norm"][1] == 0.0
+    assert math.isfinite(result["loss"][2]) and result["loss"][2] > 1
+
+
+def test_one_rank_without_supervised_tokens(tmp_path):
+    """Its maximum loss would be 0 / 0; the step counts the other rank's tokens alone."""
+    result = one(jobs.train_on_half_empty_batch, tmp_path, ["--training.local_batch_size", "4"], world=2)
+    assert all(math.isfinite(v) for row in result["rows"] for v in row[1].values())
+
+
+def test_validation_is_a_mean_over_tokens_and_equal_on_two_ranks(tmp_path):
+    whole = one(jobs.train, tmp_path / "a", VALIDATE)
+    halves = one(
+        jobs.train, tmp_path / "b", [*VALIDATE, "--training.local_batch_size", "4"], world=2
+    )
+    single = jobs.validation_series(whole["rows"])
+    assert list(single) == [1, 5]
+    for step, (loss, perplexity) in jobs.validation_series(halves["rows"]).items():
+        assert loss == pytest.approx(single[step][0], abs=1e-4)
+        assert perplexity == pytest.approx(math.exp(loss), rel=1e-6)
+
+
+def test_validation_over_all_of_a_small_split_with_unequal_ranks(tmp_path):
+    """Three ranks share rows that do not divide: no rank waits for another, no row is lost."""
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "held.txt").write_text("\n".join("word " * n for n in range(5, 40)))
+    args = [
+        *VALIDATE,
+        "--validation.steps",
+        "-1",
+        "--validation.dataloader.dataset",
+        "text",
+        "--validation.dataloader.split",
+        "train",
+        "--validation.dataloader.dataset_path",
+        str(tmp_path / "held.txt"),
+        "--validation.dataloader.txt_documents",
+        "line",
+        "--training.steps",
+        "1",
+    ]
+    single = one(jobs.train, tmp_path / "a", [*args, "--training.local_batch_size", "6"])
+    thirds = one(jobs.train, tmp_path / "b", [*args, "--training.local_batch_size", "2"], world=3)
+    expected, got = (jobs.validation_series(r["rows"])[1][0] for r in (single, thirds))
+    assert got == pytest.approx(expected, abs=1e-4)
+
+
+def test_torchtitans_own_llama3_with_dense_attention(tmp_path):
+    args = ["--model.name", "llama3", "--model.flavor", "debugmodel", "--training.local_batch_size"]
+    short = ["--training.steps", "3"]
+    whole = one(jobs.train, tmp_path / "a", [*args, "4", *short])
+    halves = one(jobs.train, tmp_path / "b", [*args, "2", *short], world=2)
+    tensor = one(
+        jobs.train,
+        tmp_path / "c",
+        [*args, "4", *short, "--parallelism.tensor_parallel_degree", "2"],
+        world=2,
+    )
+    for step, loss in whole["loss"].items():
+        assert halves["loss"][step] == pytest.approx(loss, abs=1e-4)
+        assert tensor["loss"][step] == pytest.approx(loss, abs=1e-4)
+    assert whole["loss"][3] < whole["loss"][1]
+
+
+def test_pipeline_of_two_stages_equals_one_process(tmp_path):
+    args = ["--model.flavor", "qwen3-untied-debug", "--training.steps", "3"]
+    pipeline = [
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+        "--parallelism.pipeline_parallel_microbatch_size",
+        "2",
+    ]
+    whole = one(jobs.train, tmp_path / "a", args)
+    (tmp_path / "b").mkdir()
+    stages = run(jobs.train, world=2, folder=str(tmp_path / "b"), args=[*args, *pipeline])
+    for step, loss in whole["loss"].items():
+        assert stages[1]["loss"][step] == pytest.approx(loss, abs=1e-4)  # the last stage has the loss
+
+
+@pytest.mark.slow
+def test_compile_changes_nothing(tmp_path):
+    eager = one(jobs.train, tmp_path / "a", ["--training.local_batch_size", "4"], world=2)
+    compiled = one(
+        jobs.train,
+        tmp_path / "b",
+        ["--training.local_batch_size", "4", "--compile.enable"],
+        world=2,
+        timeout=500,
+    )
+    for step, loss in eager["loss"].items():
+        assert compiled["loss"][step] == pytest.approx(loss, abs=1e-4)

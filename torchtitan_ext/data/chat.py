@@ -1,0 +1,170 @@
+"""Conversations to documents in which only what the assistant writes is a target.
+
+The rendered text is cut where an assistant turn begins and ends, and each part
+is encoded on its own: so the prompt's ids are exactly those that a model is
+given when it is asked to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+
+from torchtitan_ext.data.packing import Document, next_token_document
+from torchtitan_ext.data.processors import Completion, Messages, Processor
+from torchtitan_ext.data.sources import Record
+from torchtitan_ext.errors import UserError
+
+ASSISTANT = "assistant"
+_PROBE = "zqxprobexqz"
+
+
+class Span(NamedTuple):
+    """Characters [start, stop) of the rendered text that the assistant writes."""
+
+    start: int
+    stop: int
+
+
+def render(tokenizer: Any, messages: Messages, *, prompt: bool = False) -> str:
+    """The conversation as text; ``prompt`` ends it where the assistant begins.
+
+    Errors: UserError with the template's own reason.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template refuses a conversation: {error}") from error
+
+
+def assistant_spans(tokenizer: Any, messages: Messages, text: str) -> list[Span]:
+    """Where each assistant turn begins and ends in ``text``, its end marker included.
+
+    First by rendering the conversation up to each turn. A template whose
+    rendering of a turn depends on what follows (Qwen3's, which leaves out
+    earlier reasoning) fails that; then by the template's own markers.
+
+    Errors: UserError when neither finds every turn.
+    """
+    turns = [k for k, message in enumerate(messages) if message["role"] == ASSISTANT]
+    spans = _spans_by_prefix(tokenizer, messages, text, turns)
+    return spans if spans is not None else _spans_by_marker(tokenizer, messages, text, turns)
+
+
+def _spans_by_prefix(tokenizer: Any, messages: Messages, text: str, turns: list[int]) -> list[Span] | None:
+    spans = []
+    for k in turns:
+        if k == 0:
+            # Many templates refuse an empty conversation.
+            return None
+        before = render(tokenizer, messages[:k], prompt=True)
+        upto = text if k == len(messages) - 1 else render(tokenizer, messages[: k + 1])
+        if not (text.startswith(upto) and upto.startswith(before)):
+            return None
+        stop = _without_blank_end(text, len(before), len(upto), messages[k]["content"])
+        spans.append(Span(len(before), stop))
+    return spans
+
+
+def _without_blank_end(text: str, start: int, stop: int, content: str) -> int:
+    """Leave out blanks after the end marker: generation stops at the marker."""
+    at = text.rfind(content.strip(), start, stop)
+    tail = text[at + len(content.strip()) : stop] if at >= 0 else ""
+    return stop - (len(tail) - len(tail.rstrip())) if tail.strip() else stop
+
+
+def _spans_by_marker(tokenizer: Any, messages: Messages, text: str, turns: list[int]) -> list[Span]:
+    user = [{"role": "user", "content": "x"}]
+    asked, begun = render(tokenizer, user), render(tokenizer, user, prompt=True)
+    answered = render(tokenizer, [*user, {"role": ASSISTANT, "content": _PROBE}])
+    opening = begun[len(asked) :] if begun.startswith(asked) else ""
+    closing = answered.partition(_PROBE)[2].strip()
+    spans: list[Span] = []
+    if opening and closing:
+        at = text.find(opening)
+        while at >= 0:
+            start = at + len(opening)
+            end = text.find(closing, start)
+            stop = end + len(closing) if end >= 0 else len(text)
+            spans.append(Span(start, stop))
+            at = text.find(opening, stop)
+    answers = [messages[k]["content"].rpartition("</think>")[2].strip() for k in turns]
+    if len(spans) != len(turns) or any(
+        a not in text[s.start : s.stop] for a, s in zip(answers, spans, strict=True)
+    ):
+        raise UserError(
+            "the chat template gives no way to find the assistant's turns: its text for a conversation does "
+            "not begin with its text for the first turns, and its turn markers do not match the messages"
+        )
+    return spans
+
+
+def encode_segments(tokenizer: Any, segments: Sequence[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of texts put together, and for each id whether its segment is a target; int64 and bool [T]."""
+    ids = [
+        np.asarray(tokenizer.encode(text, add_bos=False, add_eos=False), dtype=np.int64)
+        for text, _ in segments
+    ]
+    flags = [np.full(len(part), learned) for part, (_, learned) in zip(ids, segments, strict=True)]
+    return np.concatenate(ids), np.concatenate(flags).astype(bool)
+
+
+def _cut(text: str, spans: list[Span]) -> list[tuple[str, bool]]:
+    segments, at = [], 0
+    for span in spans:
+        segments += [(text[at : span.start], False), (text[span.start : span.stop], True)]
+        at = span.stop
+    return [(part, learned) for part, learned in [*segments, (text[at:], False)] if part]
+
+
+def encode_conversation(tokenizer: Any, conversation: Messages | Completion) -> Document | None:
+    """A document of a conversation, or None when the assistant says nothing.
+
+    EOS is added, as a target, where the template does not end the last answer with it.
+    """
+    if isinstance(conversation, Completion):
+        segments = [
+            (text, learned) for text, learned in zip(conversation, (False, True), strict=True) if text
+        ]
+        last_is_answer = bool(conversation.completion)
+    else:
+        text = render(tokenizer, conversation)
+        segments = _cut(text, assistant_spans(tokenizer, conversation, text))
+        last_is_answer = conversation[-1]["role"] == ASSISTANT
+    if not any(learned for _, learned in segments):
+        return None
+    ids, learned = encode_segments(tokenizer, segments)
+    if isinstance(conversation, Completion) and getattr(tokenizer, "wants_bos", False):
+        ids, learned = np.insert(ids, 0, tokenizer.bos_id), np.insert(learned, 0, False)
+    eos_id = tokenizer.eos_id
+    last_answer = int(np.flatnonzero(learned)[-1]) if learned.any() else 0
+    if eos_id is not None and eos_id not in ids[last_answer:]:
+        ids, learned = np.append(ids, eos_id), np.append(learned, last_is_answer)
+    return next_token_document(ids, learned)
+
+
+def check_tokenizer(tokenizer: Any, *, where: str) -> None:
+    """Errors: UserError for a tokenizer that puts a blank before each part it encodes."""
+    joined = tokenizer.decode([*tokenizer.encode("Hello"), *tokenizer.encode("there")])
+    if joined != "Hellothere":
+        raise UserError(f"{where}: the tokenizer does not keep parts of a text together (got {joined!r})")
+
+
+def chat_encoder(
+    tokenizer: Any, *, choose: Callable[[set[str]], Processor], where: str
+) -> Callable[[Sequence[Record]], list[Document | None]]:
+    """An encoder of conversations; ``choose`` gives the processor for the fields of a record."""
+    check_tokenizer(tokenizer, where=where)
+
+    def encode_one(record: Record) -> Document | None:
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: a chat record needs fields, got {type(record).__name__}")
+        try:
+            return encode_conversation(tokenizer, choose(set(record))(record))
+        except UserError as error:
+            raise UserError(f"{where}: {error} in the record {str(record)[:120]!r}") from error
+
+    return lambda records: [encode_one(record) for record in records]
