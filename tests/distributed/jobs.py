@@ -234,22 +234,23 @@ def validation_series(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple
     return {step: (losses[step], perplexities[step]) for step in losses}
 
 
-def packed_against_separate(folder: str, args: list[str]) -> dict[str, Any]:
+def packed_against_separate(folder: str, flavor: str) -> float:
     """Largest difference between a packed row's logits and its documents run one by one."""
-    trainer = build(folder, args)
-    (model,) = trainer.model_parts
-    inputs, _ = next(iter(trainer.dataloader))
+    from torchtitan_ext import backbones, initialization
+
+    model = backbones.build_config(backbones.lookup(flavor), attention="dense").build()
+    initialization.key_initialisers(model, seed=0)
+    model.init_weights()
     lengths = [11, 1, 29, 23]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    tokens = inputs["input"].flatten()[: sum(lengths)][None]
+    tokens = torch.randint(0, 256, positions.shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        packed = model(tokens, positions, trainer._attention_masks(positions))
-        separate = []
-        for piece, place in zip(tokens.split(lengths, 1), positions.split(lengths, 1), strict=True):
-            separate.append(model(piece, place, trainer._attention_masks(place)))
-    difference = (packed - torch.cat(separate, 1)).abs().max().item()
-    finish(trainer)
-    return {"difference": difference, "documents": len(lengths)}
+        packed = model(tokens, positions, model.get_attention_masks(positions))
+        separate = [
+            model(piece, place, model.get_attention_masks(place))
+            for piece, place in zip(tokens.split(lengths, 1), positions.split(lengths, 1), strict=True)
+        ]
+    return (packed - torch.cat(separate, 1)).abs().max().item()
 
 
 def _train_with_labels(folder: str, args: list[str], unlabel: Any) -> dict[str, Any]:
@@ -285,4 +286,6 @@ def train_on_half_empty_batch(folder: str, args: list[str]) -> dict[str, Any]:
     import os
 
     rank = int(os.environ["RANK"])
-    return _train_with_labels(folder, args, lambda i, labels: torch.full_like(labels, -100) if rank else labels)
+    return _train_with_labels(
+        folder, args, lambda i, labels: torch.full_like(labels, -100) if rank else labels
+    )

@@ -30,10 +30,7 @@ CASES = {
         ["--parallelism.tensor_parallel_degree", "3"],
         ["tensor 3", "got 1 processes"],
     ),
-    "tensor parallel that does not divide the sequence": (
-        ["--training.seq_len", "0"],
-        ["training", "seq_len", "0"],
-    ),
+    "empty sequence": (["--training.seq_len", "0"], ["training.seq_len", "at least 1", "0"]),
     "sequence longer than the context": (
         ["--training.seq_len", "4096"],
         ["4096", "2048"],
@@ -53,10 +50,8 @@ CASES = {
     ),
     "chunks that do not divide": (["--loss.num_chunks", "5"], ["num_chunks = 5", "64"]),
     "negative learning rate": (["--optimizer.lr", "-1"], ["optimizer.lr", "-1"]),
-    "pipeline with tied embeddings": (
-        ["--parallelism.context_parallel_degree", "1", "--optimizer.name", "SGD"],
-        ["optimizer.name", "SGD", "AdamW"],
-    ),
+    "unknown optimizer": (["--optimizer.name", "SGD"], ["optimizer.name", "SGD", "AdamW"]),
+    "bidirectional backbone": (["--model.flavor", "llada-debug"], ["'ar'", "causal", "llada-debug"]),
 }
 
 
@@ -69,7 +64,19 @@ def test_refused_with_one_line(case, tmp_path):
     assert "\n" not in message and len(message) < 500
     for word in words:
         assert word in message, message
-    assert not [name for name in result["left"] if "checkpoint" in name or name == "config.toml"]
+    assert not [name for name in result["left"] if "step-" in name or name == "config.toml"]
+
+
+def test_parallelism_that_torchtitan_refuses(tmp_path):
+    pipeline = ["--parallelism.pipeline_parallel_degree", "2"]
+    for result in run(jobs.refusal, world=2, folder=str(tmp_path), args=pipeline):
+        assert "tying" in result["error"]
+    heads = ["--model.flavor", "qwen2_5-debug", "--parallelism.tensor_parallel_degree", "4"]
+    for result in run(jobs.refusal, world=4, folder=str(tmp_path), args=heads):
+        assert "tensor_parallel_degree (4)" in result["error"] and "n_kv_heads (2)" in result["error"]
+    context = ["--parallelism.context_parallel_degree", "2"]
+    for result in run(jobs.refusal, world=2, folder=str(tmp_path), args=context):
+        assert "context_parallel_degree = 2 is not supported" in result["error"]
 
 
 def test_empty_data_set(tmp_path):

@@ -21,6 +21,7 @@ from torchtitan_ext.backbones import (
     size_from_folder,
     size_from_hf,
 )
+from torchtitan_ext.backbones.sizes import differences
 from torchtitan_ext.errors import UserError
 
 PUBLISHED_PARAMETERS = {
@@ -45,8 +46,10 @@ def test_every_size_builds_without_storage(flavor):
     model.verify_module_protocol()
     assert sum(parameter.numel() for parameter in model.parameters()) == size.n_params
     assert PUBLISHED_PARAMETERS.get(flavor, size.n_params) == size.n_params
-    if not flavor.endswith("-debug"):
-        assert flavor in PUBLISHED_PARAMETERS
+
+
+def test_every_published_size_is_there():
+    assert set(PUBLISHED_PARAMETERS) <= set(SIZES)
 
 
 @pytest.mark.parametrize("flavor", SIZES)
@@ -197,4 +200,6 @@ def test_flavor_hf_needs_a_folder():
 def test_same_arithmetic_ignores_tokens_and_context_only():
     size = lookup("smollm2-135M")
     assert same_arithmetic(size, replace(size, context=2048, eos_token_id=2))
+    assert same_arithmetic(size, replace(size, norm_eps=9.999999747378752e-06))
     assert not same_arithmetic(size, replace(size, rope_theta=1e4))
+    assert differences(size, replace(size, rope_theta=1e4, tied=False)) == ["rope_theta", "tied"]

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import torchtitan_ext  # noqa: F401 - before torchtitan
 from tests.paths import ROOT
-from tests.unit.test_backbones_reference import save_folder, small
+from tests.unit.test_backbones_reference import reference_model, save_folder, small
 from tests.unit.test_convert_roundtrip import add_head, debug_checkpoint, make_folder
 from torchtitan_ext.backbones import HFAdapter, build_config, hf_config, lookup
 from torchtitan_ext.checkpoint import hf_folder
@@ -82,6 +83,24 @@ def test_different_head_in_a_tied_folder(tmp_path):
     source = make_folder("qwen3", tmp_path / "hf", tied=True)
     add_head(source, scale=1.5)
     refused(source, r"lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word_embeddings to false")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 1e4}, r"rope_theta 10000\.0, the model 100000\.0"),
+        ({"n_heads": 2, "n_kv_heads": 1, "head_dim": 32}, "n_heads 2, the model 4"),
+        ({"norm_eps": 1e-6}, "norm_eps 1e-06, the model 1e-05"),
+    ],
+)
+def test_equal_shapes_of_another_arithmetic(changes, message, tmp_path):
+    size = replace(lookup("smollm2-debug"), n_layers=1)
+    source = save_folder(reference_model(replace(size, **changes)), replace(size, **changes), tmp_path / "hf")
+    adapter = HFAdapter(build_config(size, attention="dense"), None)
+    with pytest.raises(UserError, match=message):
+        adapter.check_folder(source)
+    (source / "config.json").unlink()
+    assert set(adapter.check_folder(source)) == set(load_file(source / "model.safetensors"))
 
 
 def test_old_rotary_buffers_are_fine(tmp_path):
@@ -172,19 +191,42 @@ def test_full_disk_is_noticed_before_writing(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "step-0"]
 
 
+def no_space(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
 def test_failure_while_writing_keeps_the_earlier_result(tmp_path, monkeypatch):
     checkpoint = convert_from_hf(make_folder("smollm2", tmp_path / "hf"), tmp_path / "step-0")
     back = convert_to_hf(checkpoint, tmp_path / "back")
     weights = (back / "model.safetensors").read_bytes()
-
-    def fail(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(hf_folder, "save_file", fail)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(hf_folder, "save_file", no_space)
+    with pytest.raises(UserError, match=r"back was not written: .*No space left"):
         convert_to_hf(checkpoint, back)
     assert (back / "model.safetensors").read_bytes() == weights
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "step-0"]
+
+
+def test_failure_inside_the_checkpoint_library_is_one_line(tmp_path, monkeypatch):
+    source = make_folder("smollm2", tmp_path / "hf")
+    monkeypatch.setattr(torch, "save", no_space)
+    refused(source, r"step-0 was not written: .*No space left")
+
+
+def test_parent_that_is_a_file(tmp_path):
+    source = make_folder("smollm2", tmp_path / "hf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"was not written: .*Not a directory"):
+        convert_from_hf(source, tmp_path / "file" / "step-0")
+
+
+def test_output_behind_a_link(tmp_path):
+    source = make_folder("smollm2", tmp_path / "hf")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "step-0").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        convert_from_hf(source, tmp_path / "step-0")
+    assert (tmp_path / "step-0").is_symlink() and (tmp_path / "real" / ".metadata").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "real", "step-0"]
 
 
 def test_checkpoint_of_another_size(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,7 +84,7 @@ def documents_of(rows: Rows) -> list[tuple[list[int], list[int]]]:
     for tokens, positions, labels in rows:
         starts = [i for i, p in enumerate(positions) if p == 0] + [len(tokens)]
         assert starts[0] == 0
-        for a, b in zip(starts, starts[1:], strict=False):
+        for a, b in itertools.pairwise(starts):
             assert positions[a:b] == list(range(b - a))
             found.append((tokens[a:b], labels[a:b]))
     return found

@@ -329,3 +329,17 @@ def test_loading_is_a_small_part_of_a_step():
         next(iterator)
     # 80,000 tokens; a per-token Python loop would need about as long as the limit.
     assert time.perf_counter() - start < 1.0
+
+
+def test_torchtitans_own_tokenizer_works(path, tmp_path):
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    from tests.unit.test_tokenizer_kinds import write_hf
+    from torchtitan_ext.data.tokenizers import Tokenizer
+
+    folder = str(write_hf(tmp_path, config={"bos_token": "<s>", "eos_token": "</s>"}))
+    theirs = HuggingFaceTokenizer.Config().build(tokenizer_path=folder)
+    ours = Tokenizer.Config().build(tokenizer_path=folder)
+    setup = config(path, num_streams=1)
+    left, right = (next(iter(loader(setup, tokenizer=t, batch=8))) for t in (theirs, ours))
+    assert equal_batches(left, right)

@@ -21,6 +21,7 @@ from torchtitan_ext.data.files import (
     JsonLinesFile,
     ParquetFile,
     RowGroups,
+    Storage,
     TxtFile,
     find_files,
     format_of,
@@ -99,7 +100,7 @@ def test_txt_as_file_line_and_paragraph(tmp_path):
         "line": [" a b", "c", "d", "e"],
         "paragraph": [" a b", "c", "d\ne"],
     }.items():
-        file = TxtFile(path, documents=documents)
+        file = TxtFile(path, documents=documents, storage=Storage())
         assert [file.read(i) for i in range(file.size)] == wanted, documents
 
 
@@ -109,7 +110,7 @@ def test_lines_and_paragraphs_lose_no_visible_character(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("t") / "d.txt"
     path.write_bytes(text.encode())
     for documents in ("line", "paragraph"):
-        file = TxtFile(path, documents=documents)
+        file = TxtFile(path, documents=documents, storage=Storage())
         found = "".join(str(file.read(i)) for i in range(file.size))
         assert "".join(found.split()) == "".join(text.split())
 
@@ -133,6 +134,22 @@ def test_files_of_a_folder_that_name_splits(tmp_path):
         find_files(str(tmp_path), split="validation", where="x")
 
 
+def test_more_files_than_descriptors(tmp_path):
+    import resource
+
+    for i in range(150):
+        write_jsonl(tmp_path / f"{i:03}.jsonl", [{"text": f"n{i}"}])
+        (tmp_path / f"{i:03}.txt.gz").write_bytes(gzip.compress(f"t{i}".encode()))
+        pq.write_table(pa.table({"text": [f"p{i}"]}), tmp_path / f"{i:03}.parquet")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (130, limits[1]))
+    try:
+        found = texts_of(config(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert sorted(found) == sorted(f"{kind}{i}" for kind in "ntp" for i in range(150))
+
+
 def test_names_tell_format_and_split(tmp_path):
     from pathlib import Path
 
@@ -154,12 +171,12 @@ def test_held_out_part_by_index(tmp_path):
 def test_broken_lines_are_counted_and_named(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n{"text": \n{"text": "b"}\n[1]\n{"text": "c"}\n\xff\xfe\n')
-    with pytest.raises(UserError, match=r"3 broken line\(s\), the first: .*d\.jsonl, line 3: broken JSON"):
+    with pytest.raises(UserError, match=r"3 broken lines, the first: .*d\.jsonl, line 3: broken JSON"):
         loader(config(path))
     with caplog.at_level("WARNING"):
         setup = config(path, broken_lines="skip")
         assert texts_of(setup) == ["a", "b", "c"]
-    assert any("3 broken line(s)" in r.message for r in caplog.records)
+    assert any("3 broken lines" in r.message for r in caplog.records)
     one = loader(setup)
     list(one)
     assert one.counters()["broken"] == 3 and one.counters()["documents"] == 3
@@ -171,7 +188,7 @@ def test_broken_line_beyond_the_check_is_found_when_read(tmp_path):
     kwargs = {"name": "d", "txt_documents": "file", "columns": None}
     source = open_files([path], broken_lines="skip", **kwargs)
     assert source.read(1) is None
-    file = JsonLinesFile(path)
+    file = JsonLinesFile(path, storage=Storage())
     with pytest.raises(UserError, match="line 2: broken JSON"):
         file.read(1)
 
@@ -202,7 +219,7 @@ def test_missing_parquet_field_and_empty_folder(tmp_path):
     with pytest.raises(UserError, match="no data file in folder"):
         loader(config(tmp_path))
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "d.parquet")
-    with pytest.raises(UserError, match="no field 'text'.*fields: body"):
+    with pytest.raises(UserError, match=r"no field 'text'.*fields: body"):
         loader(config(tmp_path))
 
 

@@ -13,9 +13,13 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from torchtitan_ext.backbones import key_maps
-from torchtitan_ext.backbones.sizes import BackboneSize
+from torchtitan_ext.backbones.hf_config import size_from_folder
+from torchtitan_ext.backbones.sizes import BackboneSize, differences
 from torchtitan_ext.checkpoint import hf_folder
 from torchtitan_ext.errors import UserError
+
+# What the shapes of the tensors do not show.
+_HIDDEN_IN_SHAPES = ("n_heads", "n_kv_heads", "head_dim", "rope_theta", "norm_eps")
 
 HEAD, EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
 
@@ -129,6 +133,7 @@ class HFAdapter(StateDictAdapter):
         ]
         hf_folder.refuse(missing, unexpected, where=str(folder))
         self._check_shapes(folder, found=found, expected=expected)
+        self._check_arithmetic(Path(folder))
         head, embedding = found.get(self.names[HEAD]), found[self.names[EMBEDDING]]
         if self.size.tied and head is not None and not hf_folder.same_values(head, embedding):
             raise UserError(
@@ -152,6 +157,18 @@ class HFAdapter(StateDictAdapter):
                     f"{expected[name][0]} tokens; choose the flavor of these weights, or model.flavor = 'hf'"
                 )
         hf_folder.refuse_shapes(found, expected, where=str(folder))
+
+    def _check_arithmetic(self, folder: Path) -> None:
+        """Refuse weights of equal shapes that were trained with another rotation, heads or epsilon."""
+        if not (folder / "config.json").is_file():
+            return
+        theirs = size_from_folder(folder)
+        for name in (name for name in differences(theirs, self.size) if name in _HIDDEN_IN_SHAPES):
+            got, expected = getattr(theirs, name), getattr(self.size, name)
+            raise UserError(
+                f"{folder}: config.json has {name} {got}, the model {expected}; "
+                "choose the flavor of these weights, or model.flavor = 'hf'"
+            )
 
     def _shard_numbers(self, hf_assets_path: str | None) -> dict[Any, int] | None:
         """Output file of each tensor, as in the folder the model came from; None for one file."""

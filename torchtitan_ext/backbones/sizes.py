@@ -5,7 +5,8 @@ Facts come from the public ``config.json`` of each model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from torchtitan_ext.errors import UserError, unknown
@@ -263,13 +264,21 @@ def lookup(flavor: str) -> BackboneSize:
     return SIZES[flavor]
 
 
+_UNRELATED_TO_LOGITS = {"bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id", "context"}
+
+
+def differences(first: BackboneSize, second: BackboneSize) -> list[str]:
+    """Fields by which two sizes compute different logits; floats may differ by a float32 rounding."""
+    names = [field.name for field in fields(BackboneSize) if field.name not in _UNRELATED_TO_LOGITS]
+    return [name for name in names if not _same(getattr(first, name), getattr(second, name))]
+
+
 def same_arithmetic(first: BackboneSize, second: BackboneSize) -> bool:
     """Whether two sizes differ at most in special tokens and context."""
-    blank = {
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "mask_token_id": None,
-        "context": 1,
-    }
-    return replace(first, **blank) == replace(second, **blank)
+    return not differences(first, second)
+
+
+def _same(first: object, second: object) -> bool:
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-6)
+    return first == second

@@ -19,6 +19,7 @@ PATTERNS = (
     "merges.txt",
     "chat_template*",
     "*.tiktoken",
+    "*.py",  # custom model code of a folder, such as LLaDA and Dream have
 )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_ext.errors import UserError
 
@@ -234,24 +235,32 @@ def replaced_folder(folder: Path, *, marker: str, overwrite: bool = False) -> Ge
     ``marker``: a file by which an earlier result is known; such a folder is replaced, any other
     non-empty one is refused unless ``overwrite``.
     """
-    folder = folder.absolute()
+    folder = folder.resolve()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} exists and is not a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (overwrite or (folder / marker).exists()):
         raise UserError(f"{folder} is not empty and holds no {marker}; pass --overwrite to replace it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    temporary.mkdir()
+    previous = folder.with_name(f".{folder.name}.previous-{os.getpid()}")
     try:
+        temporary.mkdir(parents=True)
         yield temporary
         _apply_umask(temporary)
-        previous = folder.with_name(f".{folder.name}.previous-{os.getpid()}")
         if folder.exists():
             folder.rename(previous)
         temporary.rename(folder)
         shutil.rmtree(previous, ignore_errors=True)
+    except (OSError, SafetensorError, CheckpointException) as error:
+        raise UserError(f"{folder} was not written: {_reason(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause; DCP wraps what went wrong once for each rank."""
+    failures = getattr(error, "failures", {})
+    causes = [failure[0] if isinstance(failure, tuple) else failure for failure in failures.values()]
+    return " ".join(str(causes[0] if causes else error).split())
 
 
 def _apply_umask(folder: Path) -> None:

@@ -6,6 +6,7 @@ attention, evaluation mode, no gradients.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,10 @@ def _load_dcp(model: nn.Module, folder: Path) -> None:
                 f"{folder} does not fit the model: {name} is {list(entry.size)}, "
                 f"the model has {list(tensor.shape)}"
             )
-    dcp.load(state_dict, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        # One process without a process group is what is meant here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state_dict, checkpoint_id=folder, no_dist=True)
 
 
 def _load_hf(model: nn.Module, folder: Path, *, spec: ModelSpec) -> None:

@@ -1,7 +1,7 @@
 """Local data files: .txt, .jsonl and .parquet, the first two also compressed.
 
-Every file offers its number of documents and random access to each. Compressed
-files are unpacked once into an unnamed temporary file, so memory stays small.
+Every file offers its number of documents and random access to each; texts stay
+on disk until they are read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import glob
 import gzip
 import json
 import lzma
-import mmap
+import os
 import re
 import tempfile
 from abc import ABC, abstractmethod
@@ -101,6 +101,66 @@ def _decompressor(path: Path) -> Any:
     return {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix](path, "rb")
 
 
+class OpenFiles:
+    """File descriptors of the files used last, so that any number of files can be read."""
+
+    def __init__(self, limit: int = 64) -> None:
+        self._limit = limit
+        self._open: OrderedDict[Path, IO[bytes]] = OrderedDict()
+
+    def descriptor(self, path: Path) -> int:
+        """A descriptor for reading ``path``; valid until the next call."""
+        file = self._open.get(path)
+        if file is None:
+            try:
+                file = self._open[path] = path.open("rb")
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read ({error})") from error
+            while len(self._open) > self._limit:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(path)
+        return file.fileno()
+
+
+class Bytes:
+    """The unpacked bytes of one file, read in parts."""
+
+    def __init__(self, descriptor: Callable[[], int], *, begin: int, size: int) -> None:
+        self._descriptor, self._begin, self.size = descriptor, begin, size
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop)."""
+        parts, at, end = [], self._begin + start, self._begin + min(stop, self.size)
+        while at < end:
+            part = os.pread(self._descriptor(), end - at, at)
+            if not part:
+                raise UserError(f"a data file became shorter while it was read (byte {at})")
+            parts.append(part)
+            at += len(part)
+        return b"".join(parts)
+
+
+class Storage:
+    """Opens data files; what is compressed goes, unpacked, into one unnamed temporary file."""
+
+    def __init__(self) -> None:
+        self._files = OpenFiles()
+        self._unpacked: IO[bytes] | None = None
+
+    def open(self, path: Path) -> Bytes:
+        """The bytes of ``path``. Errors: UserError for a file that cannot be read or unpacked."""
+        if path.suffix.lower() not in COMPRESSIONS:
+            descriptor = self._files.descriptor(path)
+            return Bytes(lambda: self._files.descriptor(path), begin=0, size=os.fstat(descriptor).st_size)
+        if self._unpacked is None:
+            self._unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
+        target = self._unpacked
+        begin = target.tell()
+        _unpack(path, target)
+        target.flush()
+        return Bytes(target.fileno, begin=begin, size=target.tell() - begin)
+
+
 def _unpack(path: Path, target: IO[bytes]) -> None:
     try:
         with _decompressor(path) as source:
@@ -115,44 +175,30 @@ def _unpack(path: Path, target: IO[bytes]) -> None:
         raise UserError(f"{path}: cannot be unpacked ({error})") from error
 
 
-def open_bytes(path: Path) -> mmap.mmap | bytes:
-    """The file's unpacked bytes, mapped into memory."""
-    try:
-        if path.suffix.lower() in COMPRESSIONS:
-            # The unnamed file lives as long as its mapping.
-            with tempfile.TemporaryFile() as target:
-                _unpack(path, target)
-                target.flush()
-                return mmap.mmap(target.fileno(), 0, access=mmap.ACCESS_READ) if target.tell() else b""
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-
-
-def _line_spans(data: mmap.mmap | bytes) -> np.ndarray:
-    """[n, 2] start and end of every line that is not blank."""
+def _line_spans(data: Bytes) -> tuple[np.ndarray, np.ndarray]:
+    """[n, 2] start and end of every line that is not blank, and [n] its number from 1."""
     ends = []
-    for begin in range(0, len(data), _CHUNK):
-        chunk = np.frombuffer(data[begin : begin + _CHUNK], dtype=np.uint8)
+    for begin in range(0, data.size, _CHUNK):
+        chunk = np.frombuffer(data.read(begin, begin + _CHUNK), dtype=np.uint8)
         ends.append(np.flatnonzero(chunk == 10) + begin)
-    cuts = np.concatenate([*ends, np.array([len(data)])]).astype(np.int64)
+    cuts = np.concatenate([*ends, np.array([data.size])]).astype(np.int64)
     spans = np.stack([np.concatenate([np.zeros(1, np.int64), cuts[:-1] + 1]), cuts], axis=1)
     lengths = spans[:, 1] - spans[:, 0]
     keep = lengths > 2
     for i in np.flatnonzero((lengths > 0) & ~keep):
-        keep[i] = bool(data[spans[i, 0] : spans[i, 1]].strip())
-    return spans[keep]
+        keep[i] = bool(data.read(spans[i, 0], spans[i, 1]).strip())
+    return spans[keep], np.flatnonzero(keep) + 1
 
 
-def _paragraph_spans(data: mmap.mmap | bytes) -> np.ndarray:
+def _paragraph_spans(data: Bytes) -> np.ndarray:
     """[n, 2] start and end of every run of lines without a blank line between."""
+    text = data.read(0, data.size)
     spans, begin = [], 0
-    for gap in re.finditer(rb"\n[ \t\r]*\n", data):
+    for gap in re.finditer(rb"\n[ \t\r]*\n", text):
         spans.append((begin, gap.start()))
         begin = gap.end()
-    spans.append((begin, len(data)))
-    return np.array([s for s in spans if data[s[0] : s[1]].strip()], dtype=np.int64).reshape(-1, 2)
+    spans.append((begin, len(text)))
+    return np.array([s for s in spans if text[s[0] : s[1]].strip()], dtype=np.int64).reshape(-1, 2)
 
 
 class DataFile(ABC):
@@ -169,21 +215,23 @@ class DataFile(ABC):
 class TxtFile(DataFile):
     """A text file; a document is the file, a line or a paragraph."""
 
-    def __init__(self, path: Path, *, documents: str) -> None:
+    def __init__(self, path: Path, *, documents: str, storage: Storage) -> None:
         self.path = path
-        self._data = open_bytes(path)
+        self._data = storage.open(path)
         if documents == "file":
-            whole = [(0, len(self._data))] if self._data[:].strip() else []
+            whole = [(0, self._data.size)] if self._data.read(0, self._data.size).strip() else []
             self._spans = np.array(whole, dtype=np.int64).reshape(-1, 2)
+        elif documents == "line":
+            self._spans, _ = _line_spans(self._data)
         else:
-            self._spans = _line_spans(self._data) if documents == "line" else _paragraph_spans(self._data)
+            self._spans = _paragraph_spans(self._data)
         self._strip = documents != "file"
         self.size = len(self._spans)
 
     def read(self, index: int) -> Record:
-        start, stop = self._spans[index]
+        start, stop = (int(x) for x in self._spans[index])
         try:
-            text = self._data[start:stop].decode("utf-8")
+            text = self._data.read(start, stop).decode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{self.path}: not UTF-8 at byte {start + error.start}") from error
         return text.strip("\r\n") if self._strip else text
@@ -192,32 +240,22 @@ class TxtFile(DataFile):
 class JsonLinesFile(DataFile):
     """JSON objects, one a line."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, storage: Storage) -> None:
         self.path = path
-        self._data = open_bytes(path)
-        self._spans = _line_spans(self._data)
+        self._data = storage.open(path)
+        self._spans, self._numbers = _line_spans(self._data)
         self.size = len(self._spans)
-
-    @property
-    def bytes(self) -> int:
-        """Size when unpacked."""
-        return len(self._data)
-
-    def line_number(self, index: int) -> int:
-        """Number of the line of document ``index``, from 1, blank lines counted."""
-        return self._data[: self._spans[index][0]].count(b"\n") + 1
+        self.unpacked_bytes = self._data.size
 
     def read(self, index: int) -> Record:
-        start, stop = self._spans[index]
+        start, stop = (int(x) for x in self._spans[index])
         try:
-            value = json.loads(self._data[start:stop])
+            value = json.loads(self._data.read(start, stop))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.path}, line {self.line_number(index)}: broken JSON ({error})") from error
+            raise UserError(f"{self.path}, line {self._numbers[index]}: broken JSON ({error})") from error
         if not isinstance(value, dict):
             kind = type(value).__name__
-            raise UserError(
-                f"{self.path}, line {self.line_number(index)}: expected a JSON object, got {kind}"
-            )
+            raise UserError(f"{self.path}, line {self._numbers[index]}: expected a JSON object, got {kind}")
         return value
 
 
@@ -244,27 +282,33 @@ class ParquetFile(DataFile):
     """A parquet file; only ``columns`` are read (None: all)."""
 
     def __init__(self, path: Path, *, columns: Sequence[str] | None, cache: RowGroups) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         self.path = path
-        try:
-            self._file = pq.ParquetFile(path, memory_map=True)
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: not a readable parquet file ({error})") from error
-        fields = self._file.schema_arrow.names
+        with self._open() as file:
+            fields = file.schema_arrow.names
+            counts = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
         # A missing field is reported by the encoder, which knows what it is for.
         self._columns = [c for c in columns if c in fields] or None if columns else None
-        counts = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
         self._starts = [0, *accumulate(counts)]
         self._cache = cache
         self.size = self._starts[-1]
 
+    def _open(self) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return pq.ParquetFile(self.path)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{self.path}: not a readable parquet file ({error})") from error
+
+    def _load(self, group: int) -> Any:
+        # Opened anew, so that a data set of many files holds no descriptor for each.
+        with self._open() as file:
+            return file.read_row_group(group, columns=self._columns)
+
     def read(self, index: int) -> Record:
         group = bisect_right(self._starts, index) - 1
-        table = self._cache.get(
-            (self.path, group), lambda: self._file.read_row_group(group, columns=self._columns)
-        )
+        table = self._cache.get((self.path, group), lambda: self._load(group))
         return table.slice(index - self._starts[group], 1).to_pylist()[0]
 
 
@@ -311,7 +355,7 @@ class FilesSource(IndexedSource):
                 continue
             if limit <= 0:
                 return
-            limit -= file.bytes
+            limit -= file.unpacked_bytes
             for i in range(file.size):
                 try:
                     file.read(i)
@@ -323,14 +367,14 @@ def open_files(
     paths: Sequence[Path], *, name: str, txt_documents: str, columns: Sequence[str] | None, broken_lines: str
 ) -> FilesSource:
     """A source over local files, with its JSON lines checked."""
-    cache = RowGroups()
+    cache, storage = RowGroups(), Storage()
     files: list[DataFile] = []
     for path in paths:
         kind = format_of(path)
         if kind == "txt":
-            files.append(TxtFile(path, documents=txt_documents))
+            files.append(TxtFile(path, documents=txt_documents, storage=storage))
         elif kind == "jsonl":
-            files.append(JsonLinesFile(path))
+            files.append(JsonLinesFile(path, storage=storage))
         else:
             files.append(ParquetFile(path, columns=columns, cache=cache))
     source = FilesSource(files, name=name, broken_lines=broken_lines)

@@ -30,7 +30,7 @@ PREFILL_CHUNK = 512
 
 
 @contextmanager
-def headless(model: nn.Module) -> Generator[None]:
+def headless(model: TitanDecoder) -> Generator[None]:
     """Let the model's forward return hidden states [B, L, D], so that the head runs where it is needed."""
     before = model._skip_lm_head
     model._skip_lm_head = True
@@ -53,11 +53,12 @@ def generate(
     seeds: Sequence[int] | None = None,
 ) -> Generation:
     """Continue every prompt token by token; see :class:`~torchtitan_ext.decoding.interface.Decoder`."""
-    check_model(model)
+    decoder = checked_model(model)
+    context = context_length(decoder)
     starts = checked_prompts(
         prompts,
-        vocab_size=vocab_size(model),
-        context=min(context_length(model), max_len or context_length(model)),
+        vocab_size=decoder.config.vocab_size,
+        context=context if max_len is None else min(context, max_len),
         max_new_tokens=max_new_tokens,
         bos_id=bos_id,
     )
@@ -69,9 +70,9 @@ def generate(
         _Row(index=i, prompt=prompt, generator=generator)
         for i, (prompt, generator) in enumerate(zip(starts, row_generators(seeds), strict=True))
     ]
-    run = _Run(model, sampling, max_new_tokens, frozenset(stop_ids), on_token)
+    run = _Run(decoder, sampling, max_new_tokens, frozenset(stop_ids), on_token)
     begin = time.perf_counter()
-    with torch.inference_mode(), headless(model), step_rotary(model):
+    with torch.inference_mode(), headless(decoder), step_rotary(decoder):
         forwards = run(rows) if rows else 0
     seconds = time.perf_counter() - begin
     return Generation(results=[row.result() for row in rows], forwards=forwards, seconds=seconds)
@@ -102,7 +103,7 @@ class _Row:
 class _Run:
     """One call of :func:`generate`."""
 
-    model: nn.Module
+    model: TitanDecoder
     sampling: SamplingParams
     max_new_tokens: int
     stop_ids: frozenset[int]
@@ -139,7 +140,7 @@ class _Run:
             row.finish = "length"
 
 
-def prefill(model: nn.Module, cache: KVCache, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+def prefill(model: TitanDecoder, cache: KVCache, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Fill an empty cache with prompts of any lengths; logits after each one's last token, [B, V].
 
     Call it inside :func:`headless`.
@@ -148,26 +149,26 @@ def prefill(model: nn.Module, cache: KVCache, prompts: Sequence[Sequence[int]]) 
     longest = max(lengths)
     padded = [[*prompt, *([0] * (longest - len(prompt)))] for prompt in prompts]
     tokens_BL = torch.tensor(padded, device=cache.device)
-    last_BD: list[torch.Tensor | None] = [None] * len(prompts)
+    last_D: dict[int, torch.Tensor] = {}
     for begin in range(0, longest, PREFILL_CHUNK):
         chunk_BL = tokens_BL[:, begin : begin + PREFILL_CHUNK]
         hidden_BLD = forward(model, cache, chunk_BL)
         cache.advance(chunk_BL.shape[1])
         for row, length in enumerate(lengths):
             if begin < length <= begin + chunk_BL.shape[1]:
-                last_BD[row] = hidden_BLD[row, length - 1 - begin]
+                last_D[row] = hidden_BLD[row, length - 1 - begin]
     cache.truncate(lengths)
-    return model.lm_head(torch.stack(last_BD))
+    return model.lm_head(torch.stack([last_D[row] for row in range(len(prompts))]))
 
 
-def step(model: nn.Module, cache: KVCache, tokens_B: torch.Tensor) -> torch.Tensor:
+def step(model: TitanDecoder, cache: KVCache, tokens_B: torch.Tensor) -> torch.Tensor:
     """Append one token to every row; logits after it, [B, V]. Call it inside :func:`headless`."""
     hidden_B1D = forward(model, cache, tokens_B[:, None])
     cache.advance(1)
     return model.lm_head(hidden_B1D[:, 0])
 
 
-def forward(model: nn.Module, cache: KVCache, tokens_BL: torch.Tensor) -> torch.Tensor:
+def forward(model: TitanDecoder, cache: KVCache, tokens_BL: torch.Tensor) -> torch.Tensor:
     """A causal forward over new tokens, written behind each row but not yet advanced over.
 
     Hidden states inside :func:`headless`, else logits.
@@ -176,8 +177,8 @@ def forward(model: nn.Module, cache: KVCache, tokens_BL: torch.Tensor) -> torch.
     return model(tokens_BL, positions=cache.positions(length), attention_masks=cache.attend(length))
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse a model that cannot be decoded with a causal cache."""
+def checked_model(model: nn.Module) -> TitanDecoder:
+    """The model, refused if it cannot be decoded with a causal cache."""
     if not isinstance(model, TitanDecoder):
         raise UserError(f"{type(model).__name__} is not a decoder")
     size = getattr(model.config, "size", None)
@@ -187,16 +188,13 @@ def check_model(model: nn.Module) -> None:
         )
     if not any(isinstance(module, DenseAttention) for module in model.modules()):
         raise UserError("decoding with a KV cache needs a model built with attention = 'dense'")
+    return model
 
 
-def context_length(model: nn.Module) -> int:
+def context_length(model: TitanDecoder) -> int:
     """Longest sequence the model has rotary positions for, in tokens."""
+    assert isinstance(model.config, TitanDecoder.Config)
     return model.config.max_seq_len
-
-
-def vocab_size(model: nn.Module) -> int:
-    """Rows of the embedding."""
-    return model.config.vocab_size
 
 
 def checked_prompts(

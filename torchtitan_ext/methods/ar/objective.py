@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from torchtitan_ext.errors import UserError
 from torchtitan_ext.objective import IGNORE_INDEX, Objective, Prepared
 
 
@@ -33,5 +34,15 @@ class NextToken(Objective):
 
 
 def build_objective(config: Any) -> NextToken:
-    """The objective for a resolved config; this method has no knobs."""
+    """The objective for a resolved config; this method has no knobs.
+
+    Raises:
+        UserError: a bidirectional backbone, where each token would see the one it predicts.
+    """
+    size = getattr(config.model_spec.model, "size", None) if config.model_spec else None
+    if size is not None and size.attention != "causal":
+        raise UserError(
+            f"[model] name = 'ar' needs a causal backbone, got flavor = {config.model.flavor!r}, whose attention "
+            f"is {size.attention}"
+        )
     return NextToken()

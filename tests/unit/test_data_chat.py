@@ -1,0 +1,207 @@
+"""Chat: only what the assistant writes is a target, in every turn and under every kind of template."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_data_common import IGNORE, byte_tokenizer, finite_rows, loader, write_jsonl
+from torchtitan_ext.data import chat_templates
+from torchtitan_ext.data.chat import assistant_spans, encode_conversation, render
+from torchtitan_ext.data.loader import DataLoader
+from torchtitan_ext.data.processors import PROCESSORS, Completion, register_processor, resolve_processor
+from torchtitan_ext.errors import UserError
+
+# Writes an empty thought before the last answer only, as reasoning models' templates do.
+THINKING = (
+    "{% for m in messages %}{{ '[' + m.role + ']\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
+    "{{ '[end]\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
+)
+# No generation prompt at all: the prompt itself ends with a marker.
+INSTRUCT = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+UNUSABLE = "{% for m in messages | reverse %}{{ m.content }}{% endfor %}"
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "bye"},
+]
+
+
+def tokenizer_with(template: str):
+    tokenizer = byte_tokenizer()
+    tokenizer.set_chat_template(template)
+    return tokenizer
+
+
+def learned(tokenizer, document) -> list[str]:
+    """The runs of targets as text, specials shown."""
+    runs, current = [], []
+    for label in [*document.labels.tolist(), IGNORE]:
+        if label != IGNORE:
+            current.append(label)
+        elif current:
+            runs.append(tokenizer.decode(current, skip_special_tokens=False))
+            current = []
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("template", "runs"),
+    [
+        (chat_templates.DEFAULT, ["hello<|eos|>", "bye<|eos|>"]),
+        (chat_templates.CHATML, ["hello<|im_end|>", "bye<|im_end|>", "<|eos|>"]),
+        (chat_templates.LLAMA3, ["hello<|eot_id|>", "bye<|eot_id|><|eos|>"]),
+        (THINKING, ["hello[end]", "<think>\n\n</think>\n\nbye[end]", "<|eos|>"]),
+        (INSTRUCT, [" hello<|eos|>", " bye<|eos|>"]),
+    ],
+)
+def test_all_assistant_turns_are_targets_and_nothing_else(template, runs):
+    tokenizer = tokenizer_with(template)
+    document = encode_conversation(tokenizer, TALK)
+    assert document is not None
+    assert learned(tokenizer, document) == runs
+    text = render(tokenizer, TALK)
+    shown = tokenizer.decode(document.tokens, skip_special_tokens=False)
+    assert shown.removesuffix("<|eos|>").strip() == text.removesuffix("<|eos|>").strip()
+    kept = document.labels[:-1] != IGNORE
+    assert (document.labels[:-1][kept] == document.tokens[1:][kept]).all() and document.labels[-1] == IGNORE
+
+
+def test_prompt_ids_are_those_of_generation():
+    tokenizer = byte_tokenizer()
+    document = encode_conversation(tokenizer, TALK[:3])
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(TALK[:2], add_generation_prompt=True))
+    assert document is not None
+    assert document.tokens[: len(prompt)].tolist() == prompt
+    first = int((document.labels != IGNORE).argmax())
+    assert first == len(prompt) - 1
+
+
+contents = st.text(alphabet="ab \n<|>", min_size=1, max_size=8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=4),
+    template=st.sampled_from([chat_templates.DEFAULT, chat_templates.CHATML, INSTRUCT]),
+)
+def test_spans_hold_every_answer(turns, template):
+    tokenizer = tokenizer_with(template)
+    talk = []
+    for user, assistant in turns:
+        talk += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    text = render(tokenizer, talk)
+    spans = assistant_spans(tokenizer, talk, text)
+    assert len(spans) == len(turns)
+    for span, (_, assistant) in zip(spans, turns, strict=True):
+        assert assistant in text[span.start : span.stop]
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(spans))
+
+
+def test_a_talk_that_ends_with_the_user():
+    tokenizer = byte_tokenizer()
+    document = encode_conversation(tokenizer, TALK[:4])
+    assert document is not None and learned(tokenizer, document) == ["hello<|eos|>"]
+
+
+def test_no_answer_no_document():
+    assert encode_conversation(byte_tokenizer(), TALK[:2]) is None
+    assert encode_conversation(byte_tokenizer(), Completion("a", "")) is None
+
+
+def test_unusable_template_and_refusing_template():
+    with pytest.raises(UserError, match="no way to find the assistant"):
+        encode_conversation(tokenizer_with(UNUSABLE), TALK)
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match="roles must alternate"):
+        encode_conversation(tokenizer_with(refusing), TALK)
+
+
+def test_completion_without_template():
+    tokenizer = byte_tokenizer()
+    document = encode_conversation(tokenizer, Completion("2+2=", "4"))
+    assert document is not None
+    assert tokenizer.decode(document.tokens, skip_special_tokens=False) == "<|bos|>2+2=4<|eos|>"
+    assert learned(tokenizer, document) == ["4<|eos|>"]
+
+
+RECORDS = {
+    "messages": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "prompt_completion": {"prompt": "q", "completion": "a"},
+    "gsm8k": {"question": "q", "answer": "a"},
+    "alpaca": {"instruction": "q", "input": "", "output": "a"},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_processors_and_their_automatic_choice(name):
+    record = RECORDS[name]
+    assert resolve_processor("auto", set(record), where="x") is PROCESSORS[name]
+    assert PROCESSORS[name](record) == RECORDS["messages"]["messages"]
+
+
+def test_processor_details():
+    alpaca = PROCESSORS["alpaca"]({"instruction": "add", "input": "1 2", "output": "3"})
+    assert alpaca[0]["content"] == "add\n\n1 2"
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert PROCESSORS["messages"]({"messages": [parts]})[0]["content"] == "ab"
+    lists = PROCESSORS["prompt_completion"]({"prompt": TALK[:2], "completion": TALK[2:3]})
+    assert [m["content"] for m in lists] == ["be brief", "hi", "hello"]
+    register_processor("messages", PROCESSORS["messages"])
+    with pytest.raises(ValueError, match="registered already"):
+        register_processor("messages", PROCESSORS["gsm8k"])
+
+
+def chat(path, **kwargs) -> DataLoader.Config:
+    kwargs = {"infinite": False, "shuffle": "none", "prefetch": 0, **kwargs}
+    return DataLoader.Config(dataset="chat", dataset_path=str(path), **kwargs)
+
+
+def test_loader_keeps_conversations_whole(tmp_path):
+    records = [{"question": f"q{i}", "answer": "a" * (i + 1)} for i in range(12)]
+    data = write_jsonl(tmp_path / "d.jsonl", records)
+    rows = finite_rows(chat(data), seq_len=64)
+    tokenizer = byte_tokenizer()
+    answers = [tokenizer.decode([x for x in row[2] if x != IGNORE]) for row in rows]
+    assert "".join(answers) == "".join(r["answer"] for r in records)
+    for tokens, positions, _ in rows:
+        for i, p in enumerate(positions):
+            # Every document starts with the user's marker or is padding.
+            assert p > 0 or tokens[i] in (ord("<"), tokenizer.pad_id)
+
+
+@pytest.mark.parametrize(
+    ("record", "kwargs", "message"),
+    [
+        ({"a": 1}, {}, "no processor fits the fields a"),
+        ({"question": "q"}, {"processor": "gsm8k"}, "no field 'answer'"),
+        ({"question": 3, "answer": "a"}, {}, "question is int, expected text"),
+        ({"messages": []}, {}, "expected a list with at least one message"),
+        ({"messages": [{"role": "user"}]}, {}, "message 0 has no 'role' and 'content'"),
+        ({"question": "q", "answer": "a"}, {"processor": "gsm8"}, "did you mean 'gsm8k'"),
+    ],
+)
+def test_wrong_records_are_refused_at_construction(tmp_path, record, kwargs, message):
+    data = write_jsonl(tmp_path / "d.jsonl", [record])
+    with pytest.raises(UserError, match=message):
+        loader(chat(data, **kwargs))
+
+
+def test_chat_needs_a_path_and_text_is_no_chat(tmp_path):
+    with pytest.raises(UserError, match="needs dataset_path"):
+        loader(DataLoader.Config(dataset="chat"))
+    (tmp_path / "d.txt").write_text("hello")
+    with pytest.raises(UserError, match="needs fields, got str"):
+        loader(chat(tmp_path / "d.txt"))
