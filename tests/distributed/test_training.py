@@ -1,10 +1,11 @@
-"""What a training run does beside the loop: packing, empty batches, validation, compile, torchtitan's models."""
+"""What a run does beside the loop: packing, empty batches, validation, compile, torchtitan's models."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+
 from tests.distributed import jobs
 from tests.distributed.harness import run
 

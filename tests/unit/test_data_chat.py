@@ -115,6 +115,13 @@ def test_a_talk_that_ends_with_the_user():
     assert document is not None and learned(tokenizer, document) == ["hello<|eos|>"]
 
 
+def test_eos_is_added_although_the_user_wrote_one():
+    tokenizer = tokenizer_with(chat_templates.CHATML)
+    talk = [{"role": "user", "content": "a<|eos|>b"}, {"role": "assistant", "content": "c"}]
+    document = encode_conversation(tokenizer, talk)
+    assert document is not None and learned(tokenizer, document) == ["c<|im_end|>", "<|eos|>"]
+
+
 def test_no_answer_no_document():
     assert encode_conversation(byte_tokenizer(), TALK[:2]) is None
     assert encode_conversation(byte_tokenizer(), Completion("a", "")) is None

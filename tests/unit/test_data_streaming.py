@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -79,6 +80,17 @@ def test_buffer_shuffles_and_epochs_differ(c4):
     plain = text_of(config("c4", c4, infinite=False, shuffle="none", num_streams=1))
     mixed = text_of(config("c4", c4, infinite=False, shuffle_buffer=30, num_streams=1))
     assert plain != mixed and sorted(plain) == sorted(mixed)
+
+
+def test_epochs_of_a_stream_have_different_orders(fineweb):
+    setup = config("fineweb_edu", fineweb, num_streams=1, shuffle_buffer=500, held_out=0.0)
+    one = loader(setup, batch=4, seq_len=32)
+    text = ""
+    for (inputs, _), _ in zip(one, range(120), strict=False):
+        text += byte_tokenizer().decode(inputs["input"].flatten())
+    names = re.findall(r"<(\d\.\d+)>", text)
+    assert sorted(names[:200]) == sorted(names[200:400]) and names[:200] != names[200:400]
+    assert one.counters()["epochs"] >= 1
 
 
 def test_fineweb_edu_holds_out_by_text(fineweb):

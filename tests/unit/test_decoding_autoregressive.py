@@ -199,7 +199,7 @@ def test_an_empty_prompt_starts_from_bos():
     model = random_model()
     want = generate(model, [[7]], max_new_tokens=5)[0]
     assert generate(model, [[]], max_new_tokens=5, bos_id=7)[0] == want
-    with pytest.raises(UserError, match="prompt 1 is empty.*BOS"):
+    with pytest.raises(UserError, match=r"prompt 1 is empty.*BOS"):
         generate(model, [[3], []], max_new_tokens=5)
 
 
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused_before_the_start():
 
 def test_models_that_cannot_be_decoded_this_way_are_refused():
     size = dataclasses.replace(backbones.lookup("llada-debug"), n_layers=1)
-    with pytest.raises(UserError, match="llada.*both directions"):
+    with pytest.raises(UserError, match=r"llada.*both directions"):
         generate(backbones.build_config(size, attention="dense").build(), [[1]], max_new_tokens=1)
     size = dataclasses.replace(backbones.lookup("smollm2-debug"), n_layers=1)
     with pytest.raises(UserError, match="dense"):

@@ -128,6 +128,15 @@ def test_explicit_slots_leave_the_others_untouched():
     assert torch.equal(keys.transpose(1, 2), want)
 
 
+def test_without_a_mask_every_slot_in_use_is_read():
+    cache = KVCache(2, capacity=8)
+    write(cache, fresh(2, 6))
+    cache.advance([6, 2])
+    for slots, end in (([[1], [2]], 6), ([[7], [7]], 8)):
+        cache.attend_at(torch.tensor(slots), None)
+        assert cache.update(0, fresh(2, 1), fresh(2, 1))[0].shape[2] == end
+
+
 def test_slots_that_were_never_written_do_not_spoil_the_attention():
     cache = KVCache(2, capacity=32)
     write(cache, torch.randn(2, 3, HEADS, WIDTH))

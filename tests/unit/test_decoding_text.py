@@ -53,7 +53,7 @@ def test_a_stop_string_is_cut_off_and_its_beginning_is_never_shown():
     got = pieces(stream, list(b"ok\nUsual E\nUser: no"))
     assert "".join(got) == stream.text == "ok\nUsual E"
     assert stream.stopped
-    assert got[:8] == ["o", "k", "", "", "", "", "\nUsu", "a"]
+    assert got[:7] == ["o", "k", "", "", "", "\nUsu", "a"]
 
 
 def test_a_beginning_of_a_stop_string_is_given_at_the_end():

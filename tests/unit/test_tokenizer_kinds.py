@@ -174,6 +174,12 @@ def test_no_bos_where_the_tokenizer_says_so(tmp_path):
     assert not build(write_hf(tmp_path / "c", config={"bos_token": None})).wants_bos
 
 
+def test_a_role_that_is_an_ordinary_entry_is_left_out_of_texts(tmp_path):
+    tokenizer = build(write_hf(tmp_path, config={"eos_token": "ll"}))
+    assert tokenizer.eos_id == 257
+    assert tokenizer.decode([256, 257]) == "he" and tokenizer.decode([257], skip_special_tokens=False) == "ll"
+
+
 def test_broken_hf_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):

@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from tests.paths import ROOT
 
 import torchtitan_ext  # noqa: F401
+from tests.paths import ROOT
 from torchtitan_ext import config as front
 from torchtitan_ext import models
 from torchtitan_ext.trainer import default_config

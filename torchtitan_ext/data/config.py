@@ -24,7 +24,8 @@ class SourceFields(BaseDataLoader.Config):
 
     held_out: float | None = None
     """Share of the documents that only ``split = "validation"`` sees, chosen by a hash. None: 0.05 for
-    stdlib, 0.001 for fineweb_edu, else 0 (``dataset_path`` then names the part itself)."""
+    stdlib, 0.001 for fineweb_edu (which is read through to find them), else 0: ``dataset_path`` then
+    names the part itself."""
 
     text_field: str = "text"
     """Field of a record that holds the text."""

@@ -165,7 +165,8 @@ class DataLoader(BaseDataLoader):
         """Start over at the end, with a new order; otherwise the iteration ends."""
 
         num_streams: int = 0
-        """Logical streams; 0: from the data alone. Best a multiple of the number of data-parallel ranks."""
+        """Logical streams; 0: from the data alone. Any number of data-parallel ranks works; where it does
+        not divide the streams, ranks also encode rows that they throw away."""
 
         prefetch: int = 2
         """Batches that a background thread reads ahead; 0: none."""

@@ -94,10 +94,12 @@ class KVCache:
         ``mask_BQK``: True where a query may attend to a slot; it fixes how many slots are
         read. None reads everything up to the last slot in use.
         """
-        last = int(slots_BL.max()) + 1
-        end = max(last, *self.lengths) if mask_BQK is None else mask_BQK.shape[-1]
-        if end < last:
-            raise ValueError(f"the mask covers {end} slots, but slot {last - 1} is written")
+        end = 0 if mask_BQK is None else mask_BQK.shape[-1]
+        if mask_BQK is None or slots_BL.device.type == "cpu":  # elsewhere this waits for the device
+            last = int(slots_BL.max())
+            if mask_BQK is not None and last >= end:
+                raise ValueError(f"the mask covers {end} slots, but slot {last} is written")
+            end = end or max(last + 1, *self.lengths)
         self._reserve(end)
         self._plan = _Plan(end, None, slots_BL.expand(self.batch, -1))
         return CachedAttention(self, mask_BQK)

@@ -42,7 +42,7 @@ def build_objective(config: Any) -> NextToken:
     size = getattr(config.model_spec.model, "size", None) if config.model_spec else None
     if size is not None and size.attention != "causal":
         raise UserError(
-            f"[model] name = 'ar' needs a causal backbone, got flavor = {config.model.flavor!r}, whose attention "
-            f"is {size.attention}"
+            f"[model] name = 'ar' needs a causal backbone, got flavor = {config.model.flavor!r}, "
+            f"whose attention is {size.attention}"
         )
     return NextToken()

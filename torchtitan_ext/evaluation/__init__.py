@@ -1,0 +1,1 @@
+"""Measuring models and the code that runs them."""
