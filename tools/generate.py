@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     sampling = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
     )
-    device = args.device or default_device()
+    device = usable_device(args.device or default_device())
     loaded = load_model(args.path, dtype=DTYPES[args.dtype], device=device, step=args.step)
     answers: list[dict[str, Any]] = []
     for begin in range(0, len(prompts), args.batch_size):
@@ -89,6 +89,15 @@ def default_device() -> str:
     """The accelerator's device type, or ``cpu``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
+
+
+def usable_device(name: str) -> str:
+    """The name, refused when this machine or this torch does not have the device."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
+    return name
 
 
 def read_prompts(given: Sequence[str], *, file: str | None) -> list[str]:

@@ -104,9 +104,16 @@ def initial_weights(folder: str, args: list[str], toml: str = CONFIG) -> dict[st
     return result
 
 
-def train(folder: str, args: list[str], toml: str = CONFIG, with_weights: bool = False) -> dict[str, Any]:
+def train(
+    folder: str,
+    args: list[str],
+    toml: str = CONFIG,
+    with_weights: bool = False,
+    objective: Any = None,
+) -> dict[str, Any]:
     """Losses and gradient norms by step (and the final weights)."""
     trainer = build(folder, args, toml=toml)
+    trainer.objective = objective or trainer.objective
     recorder = Recorder()
     trainer.metrics_processor.logger = recorder
     trainer.train()
@@ -114,6 +121,7 @@ def train(folder: str, args: list[str], toml: str = CONFIG, with_weights: bool =
         "loss": recorder.series("loss_metrics/global_avg_loss"),
         "grad_norm": recorder.series("grad_norm"),
         "rows": recorder.rows,
+        "seen": getattr(trainer.objective, "seen", None),
     }
     if with_weights:
         result["weights"] = weights(trainer)
@@ -121,9 +129,12 @@ def train(folder: str, args: list[str], toml: str = CONFIG, with_weights: bool =
     return result
 
 
-def gradients(folder: str, args: list[str], toml: str = CONFIG) -> dict[str, torch.Tensor]:
+def gradients(
+    folder: str, args: list[str], toml: str = CONFIG, objective: Any = None
+) -> dict[str, torch.Tensor]:
     """Unclipped gradients of the first step, in full, by name."""
     trainer = build(folder, [*args, "--training.max_norm", "1e9"], toml=toml)
+    trainer.objective = objective or trainer.objective
     trainer.checkpointer.load(step=-1)
     trainer.step = 1
     captured: dict[str, torch.Tensor] = {}
@@ -289,3 +300,42 @@ def train_on_half_empty_batch(folder: str, args: list[str]) -> dict[str, Any]:
     return _train_with_labels(
         folder, args, lambda i, labels: torch.full_like(labels, -100) if rank else labels
     )
+
+
+class TwoTerms:
+    """A made-up method: noise drops labels, two loss terms with counts and weights of their own."""
+
+    terms = ("even", "odd")
+    loss_inputs = ("loss_weights_BL",)
+    perplexity = False
+
+    def __init__(self, drop: float) -> None:
+        self.drop = drop
+        self.seen: list[tuple[int, ...]] = []
+
+    def prepare(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator):
+        from torchtitan_ext.objective import Prepared
+
+        noise = torch.rand(labels.shape, generator=generator)
+        labels = labels.masked_fill(noise < self.drop, -100)
+        even = (inputs["positions"] % 2 == 0) & (labels != -100)
+        odd = (inputs["positions"] % 2 == 1) & (labels != -100)
+        self.seen.append(tuple(labels.flatten()[:32].tolist()))
+        inputs = {**inputs, "loss_weights_BL": 1.0 * even - 1.0 * odd}
+        return Prepared(inputs, labels, {"even": float(even.sum()), "odd": float(odd.sum())})
+
+    def loss(self, model, tokens, labels, *, model_inputs, loss_inputs, counts, loss_fn):
+        side = loss_inputs["loss_weights_BL"]
+        # The factors 1 and 2 make a mistake in either normaliser visible.
+        weights = (side > 0) / counts["even"].clamp(min=1) + 2.0 * (side < 0) / counts["odd"].clamp(min=1)
+        loss, _ = loss_fn(model(tokens, **model_inputs), labels, None, loss_weights_BL=weights)
+        share = (side > 0).sum() / (counts["even"] + counts["odd"])
+        return loss, {"two/even_share": share, "two/longest/max": model_inputs["positions"].max().float()}
+
+
+def two_terms_gradients(folder: str, args: list[str]) -> dict[str, torch.Tensor]:
+    return gradients(folder, args, objective=TwoTerms(drop=0.0))
+
+
+def two_terms_training(folder: str, args: list[str]) -> dict[str, Any]:
+    return train(folder, args, objective=TwoTerms(drop=0.3))

@@ -1,6 +1,6 @@
 """The real SmolLM2-135M-Instruct from end to end; needs its PyPI package, so it runs by hand.
 
-    python -m pytest -m slow tests/e2e/test_real_model.py
+python -m pytest -m slow tests/e2e/test_real_model.py
 """
 
 from __future__ import annotations

@@ -314,6 +314,7 @@ def test_generate_stops_at_text_and_uses_the_chat_template(tool, run, capsys):
         ([], "no prompt"),
         (["--prompt", "x", "--dtype", "float23"], "did you mean 'float32'"),
         (["--prompt", "x", "--top-p", "2"], "top_p"),
+        (["--prompt", "x", "--device", "abacus"], "--device abacus cannot be used"),
         (["--prompt", "x", "--max-new-tokens", "5000"], "longer than the 2048"),
         (["--prompts-file", "absent.txt"], "absent.txt"),
         (["--prompt", "x", "--batch-size", "0"], "--batch-size"),
