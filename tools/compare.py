@@ -10,16 +10,22 @@ The table goes to stdout, progress to stderr.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
+import logging
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torchtitan_ext  # noqa: F401 - before torchtitan
 from torchtitan_ext.errors import UserError, run_cli
 from torchtitan_ext.evaluation import bench
+
+HEADER = ("what", "ours", "peer", "ratio", "rounds", "goal")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,6 +52,10 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the subcommand."""
     args = parser().parse_args(argv)
+    # torchtitan logs to the root logger, and warns of the second trainer of a process.
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.ERROR, format="%(levelname)s: %(message)s", force=True
+    )
     args.run(args)
 
 
@@ -60,10 +70,10 @@ def run_bench(args: argparse.Namespace) -> None:
             raise UserError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
     only = [name.strip() for name in args.only.split(",") if name.strip()]
     report = bench.run(settings, only=only, progress=lambda text: print(text, file=sys.stderr, flush=True))
-    text = f"{bench.table(report)}\n\n{bench.summary(report)}\n"
+    text = f"{table(report)}\n\n{summary(report)}\n"
     print(text, end="")
     if args.json is not None:
-        write(args.json, json.dumps(bench.to_json(report), indent=2) + "\n")
+        write(args.json, json.dumps(to_json(report), indent=2) + "\n")
     if args.markdown is not None:
         write(args.markdown, text)
 
@@ -77,6 +87,63 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def table(report: bench.Report) -> str:
+    """The rows as an aligned Markdown table."""
+    lines = [HEADER, *(_cells(row) for row in report.rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    padded = [
+        [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs)]
+        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [padded[0], rule, *padded[1:]])
+
+
+def _cells(row: bench.Row) -> tuple[str, ...]:
+    return (
+        row.what,
+        f"{row.ours:,.1f} {row.unit}",
+        f"{row.peer:,.1f} {row.unit}",
+        f"{row.ratio:.3f}",
+        f"{min(row.ratios):.3f} to {max(row.ratios):.3f}",
+        f">= {row.goal:.2f}",
+    )
+
+
+def summary(report: bench.Report) -> str:
+    """What the table was measured on, and how to read it."""
+    rates, settings = report.rates, report.settings
+    lines = [
+        f"machine: fp32 matrix product {rates.matmul_gflops:.1f} GFLOP/s, copy {rates.copy_gbytes:.1f} GB/s",
+        f"device: {report.device}, {settings.threads} threads; load before {report.load_average[0]:.1f}",
+        f"ratio: ours / peer, > 1 is faster; median of {settings.rounds} rounds, each A B B A or B A A B",
+        f"versions: {', '.join(f'{name} {version}' for name, version in versions().items())}",
+    ]
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what was measured; a library that is not installed is left out."""
+    names = [n for n in ("torch", "torchtitan", "transformers") if importlib.util.find_spec(n)]
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def to_json(report: bench.Report) -> dict[str, Any]:
+    """The report as plain data, every round's ratio included."""
+    settings = {**asdict(report.settings), "model_dir": str(report.settings.model_dir or "")}
+    return {
+        "settings": settings,
+        "versions": versions(),
+        "machine": {
+            "device": report.device,
+            **report.rates._asdict(),
+            "samples": [rates._asdict() for rates in report.machine],
+            "load_average": list(report.load_average),
+        },
+        "rows": [{**asdict(row), "ratio": row.ratio} for row in report.rows],
+    }
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import tyro
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
@@ -86,6 +87,7 @@ class ExtTrainer(Trainer):
     validator: ExtValidator
     checkpointer: ExtCheckpointManager
     model_config: Any
+    _exhausted: bool = False
 
     def __init__(self, config: Config) -> None:
         spec = models.build_spec(config)
@@ -112,7 +114,36 @@ class ExtTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         self._begin_step()
+        if not self.config.dataloader.infinite:
+            data_iterator = self._whole_step(data_iterator)
         super().train_step(data_iterator)
+
+    def _whole_step(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """The step's microbatches, if every rank has all of its own.
+
+        A rank that runs out of finite data alone would leave the others waiting
+        in a collective.
+        """
+        count = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+        try:
+            batches = [next(data_iterator) for _ in range(count)]
+        except DataloaderExhaustedError:
+            batches = []
+        complete = torch.tensor(float(len(batches) == count), device=self.device)
+        dist.all_reduce(complete, op=dist.ReduceOp.MIN)
+        if not complete:
+            self.step -= 1  # the cancelled step was not made
+            self._exhausted = True
+            raise DataloaderExhaustedError()
+        return iter(batches)
+
+    def train(self) -> None:
+        super().train()
+        if self._exhausted and self.step > 0:
+            # torchtitan leaves its loop without saving when the data ends before the steps do.
+            self.checkpointer.save(self.step, last_step=True)
 
     def batch_generator(
         self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]

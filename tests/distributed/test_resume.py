@@ -92,9 +92,11 @@ def test_truncated_checkpoint_is_passed_over(victim, tmp_path):
     assert "using step-5" in result["log"]
 
 
-def test_disk_full_during_a_save_leaves_nothing_half_written(tmp_path):
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_disk_full_during_a_save_leaves_nothing_half_written(mode, tmp_path):
     run(jobs.train, world=1, folder=str(tmp_path), args=steps(5))
-    (message,) = run(jobs.train_on_full_disk, world=1, folder=str(tmp_path), args=steps(10))
+    full = [*steps(15), "--checkpoint.async_mode", mode]
+    (message,) = run(jobs.train_on_full_disk, world=1, folder=str(tmp_path), args=full)
     assert "no disk space left" in message and "\n" not in message
     checkpoints = tmp_path / "out" / "checkpoint"
     assert [p.name for p in checkpoints.iterdir()] == ["step-5"]

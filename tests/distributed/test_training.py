@@ -114,3 +114,45 @@ def test_compile_changes_nothing(tmp_path):
     )
     for step, loss in eager["loss"].items():
         assert compiled["loss"][step] == pytest.approx(loss, abs=1e-4)
+
+
+def test_finite_data_ends_on_every_rank_together_and_is_saved(tmp_path):
+    """Ranks that hold unequal numbers of batches stop at the same step; the last step is a checkpoint."""
+    (tmp_path / "few.txt").write_text("\n".join("word " * n for n in range(5, 60)))
+    args = [
+        *("--dataloader.dataset", "text", "--dataloader.dataset_path", str(tmp_path / "few.txt")),
+        *("--dataloader.txt_documents", "line", "--dataloader.infinite", "false"),
+        *("--dataloader.num_streams", "8", "--training.local_batch_size", "3", "--training.steps", "100"),
+        *("--checkpoint.enable", "--checkpoint.interval", "100"),
+    ]
+    first, second = run(jobs.train, world=2, folder=str(tmp_path), args=args)
+    assert 3 < len(first["loss"]) < 100
+    assert first["loss"] == second["loss"]
+    last = max(first["loss"])
+    assert (tmp_path / "out" / "checkpoint" / f"step-{last}" / ".metadata").is_file()
+
+
+def test_asynchronous_checkpoints_resume(tmp_path):
+    base = ["--checkpoint.enable", "--checkpoint.interval", "2", "--lr_scheduler.total_steps", "8"]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    batch = ["--training.local_batch_size", "4", "--checkpoint.async_mode", "async"]
+    whole = run(
+        jobs.train, world=2, folder=str(tmp_path / "a"), args=[*base, *batch, "--training.steps", "8"]
+    )
+    run(jobs.train, world=2, folder=str(tmp_path / "b"), args=[*base, *batch, "--training.steps", "4"])
+    rest = run(jobs.train, world=2, folder=str(tmp_path / "b"), args=[*base, *batch, "--training.steps", "8"])
+    assert rest[0]["loss"] == {step: whole[0]["loss"][step] for step in (5, 6, 7, 8)}
+
+
+def test_last_checkpoint_as_a_hugging_face_folder(tmp_path):
+    from torchtitan_ext.checkpoint import hf_folder
+
+    args = [
+        *("--checkpoint.enable", "--training.steps", "2"),
+        *("--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"),
+    ]
+    run(jobs.train, world=2, folder=str(tmp_path), args=[*args, "--training.local_batch_size", "4"])
+    tensors = hf_folder.read_tensors(tmp_path / "out" / "checkpoint" / "step-2")
+    assert "model.embed_tokens.weight" in tensors and "lm_head.weight" not in tensors
+    assert len(tensors) == 2 + 9 * 4

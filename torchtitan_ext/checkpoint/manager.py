@@ -1,8 +1,10 @@
 """torchtitan's CheckpointManager that loads whole checkpoints only and explains itself."""
 
+import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ class ExtCheckpointManager(CheckpointManager):
             self.initial_load_model_only = chosen
 
     _config_text: str | None = None
+    _saving: str = ""
     _assets_path: str = ""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
@@ -93,28 +96,42 @@ class ExtCheckpointManager(CheckpointManager):
         """
         if filesystem.is_remote(checkpoint_id):
             return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
-        try:
-            on_rank_zero(lambda: self._begin_folder(Path(checkpoint_id)))
+        self._saving = checkpoint_id
+        with self._undone_on_failure():
+            to_hf = bool(kwargs.get("to_hf"))
+            on_rank_zero(lambda: self._begin_folder(Path(checkpoint_id), to_hf=to_hf))
             return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+
+    def _wait_for_saving(self) -> None:
+        """Wait for an asynchronous save, whose failure is met here."""
+        with self._undone_on_failure():
+            super()._wait_for_saving()
+
+    @contextlib.contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Remove the checkpoint being written if the operating system refuses, and say so in a line."""
+        try:
+            yield
         except (CheckpointException, OSError) as error:
             if not dist.is_initialized() or dist.get_rank() == 0:
-                shutil.rmtree(checkpoint_id, ignore_errors=True)
+                shutil.rmtree(self._saving, ignore_errors=True)
             cause = _os_error(error)
             if cause is None:
                 raise
             what = "no disk space left" if cause.errno == errno.ENOSPC else cause.strerror or str(cause)
             raise UserError(
-                f"checkpoint {checkpoint_id} could not be written: {what}; earlier checkpoints are untouched"
+                f"checkpoint {self._saving} could not be written: {what}; earlier checkpoints are untouched"
             ) from error
 
-    def _begin_folder(self, folder: Path) -> None:
+    def _begin_folder(self, folder: Path, *, to_hf: bool) -> None:
         # An earlier, damaged attempt at the same step: its metadata must not outlive its files.
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         if self._config_text is not None:
             (folder / "config.toml").write_text(self._config_text)
-        assets.copy(self._assets_path, folder / assets.FOLDER)
+        # A Hugging Face folder has them beside the weights.
+        assets.copy(self._assets_path, folder if to_hf else folder / assets.FOLDER)
 
     # --- loading -----------------------------------------------------------------------
 

@@ -11,18 +11,15 @@ A benchmark is a function from :class:`Settings` to rows; a new one is a line in
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import importlib.util
 import json
-import logging
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,21 +28,14 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.llama3 import Llama3Model, parallelize_llama
-from torchtitan.models.llama3.model import Llama3TransformerBlock
-from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
-from torchtitan_ext import attention, backbones, masks
-from torchtitan_ext.backbones import BackboneSize
+from torchtitan_ext import attention, backbones, masks, models
 from torchtitan_ext.checkpoint.load import load_model
 from torchtitan_ext.decoding import decoder_for
 from torchtitan_ext.errors import UserError, unknown
-from torchtitan_ext.parallelize import with_keyed_weights
 from torchtitan_ext.trainer import ExtTrainer, default_config
 
 GOAL = 1.0
@@ -53,6 +43,9 @@ GOAL = 1.0
 
 Work = Callable[[], int]
 """Does a fixed amount of work, finished when it returns, and says how many tokens that was."""
+
+Tokens = Callable[[], list[list[int]]]
+"""Decodes and gives the new tokens of each row."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -192,26 +185,32 @@ def _median_seconds(run: Callable[[], Any], *, repeats: int) -> float:
 
 # --- train -----------------------------------------------------------------------------
 
+LLAMA3 = "debugmodel"
+"""torchtitan's flavor of llama3 that both sides have the sizes of."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainSize:
-    """One training workload."""
+OURS = replace(
+    backbones.lookup("smollm2-debug"),
+    n_layers=6,
+    dim=256,
+    n_heads=16,
+    n_kv_heads=16,
+    head_dim=16,
+    ffn_dim=768,
+    vocab_size=2048,
+    rope_theta=5e5,
+    tied=False,
+)
+"""The same sizes as a backbone."""
 
-    backbone: BackboneSize
+
+class TrainSize(NamedTuple):
+    """The batch of one training step."""
+
     batch: int
     seq_len: int
 
 
-def _untied(**sizes: int) -> BackboneSize:
-    return replace(backbones.lookup("smollm2-debug"), tied=False, **sizes)
-
-
-TRAIN = TrainSize(
-    backbone=_untied(n_layers=6, dim=256, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=2048),
-    batch=8,
-    seq_len=256,
-)
-TRAIN_QUICK = TrainSize(backbone=_untied(n_layers=2), batch=2, seq_len=64)
+TRAIN, TRAIN_QUICK = TrainSize(8, 256), TrainSize(2, 32)
 
 
 class DenseLlamaTrainer(Trainer):
@@ -239,20 +238,16 @@ def bench_train(settings: Settings) -> list[Row]:
     size = TRAIN_QUICK if settings.quick else TRAIN
     with tempfile.TemporaryDirectory() as folder, one_process_world():
         config = our_config(size, folder=Path(folder))
-        ours = ExtTrainer(config)
-        peer = DenseLlamaTrainer(peer_config(size, like=config))
+        ours, peer = ExtTrainer(config), DenseLlamaTrainer(peer_config(like=config))
         try:
-            _same(
-                "parameters", *(sum(p.numel() for p in t.model_parts[0].parameters()) for t in (ours, peer))
-            )
+            same("number of parameters", parameter_count(ours), parameter_count(peer))
             with cpu_threads(settings.threads):
                 rounds = alternate(training_step(ours), training_step(peer), rounds=settings.rounds)
-            _same("data", ours.dataloader.state_dict(), peer.dataloader.state_dict())
+            same("data", ours.dataloader.state_dict(), peer.dataloader.state_dict())
         finally:
             for trainer in (ours, peer):
                 trainer.close()
-    b = size.backbone
-    what = f"train {b.n_layers}x{b.dim}, batch {size.batch}x{size.seq_len}: ar / torchtitan llama3"
+    what = f"train {OURS.n_layers} x {OURS.dim}, batch {size.batch} x {size.seq_len}: ar / torchtitan llama3"
     return [row_of(what, rounds)]
 
 
@@ -272,10 +267,10 @@ def training_step(trainer: Trainer) -> Work:
 
 
 def our_config(size: TrainSize, *, folder: Path) -> ExtTrainer.Config:
-    """The method ``ar`` with a backbone of this size, on bytes of the standard library."""
+    """The method ``ar`` with a backbone of llama3's sizes, on bytes of the standard library."""
     assets = folder / "assets"
     assets.mkdir()
-    (assets / "config.json").write_text(json.dumps(backbones.hf_config(size.backbone)))
+    (assets / "config.json").write_text(json.dumps(backbones.hf_config(OURS)))
     config = default_config({"name": "ar"})
     config.model.flavor, config.model.hf_assets_path = "hf", str(assets)
     config.model.attention = "dense"
@@ -289,11 +284,13 @@ def our_config(size: TrainSize, *, folder: Path) -> ExtTrainer.Config:
     return config
 
 
-def peer_config(size: TrainSize, *, like: ExtTrainer.Config) -> Trainer.Config:
+def peer_config(*, like: ExtTrainer.Config) -> Trainer.Config:
     """torchtitan's config and llama3 with the data, batch and schedule of ours."""
+    choice = default_config({"name": "llama3"})
+    choice.model.flavor, choice.model.attention = LLAMA3, "dense"
+    spec = models.build_spec(choice)
     return Trainer.Config(
-        # Keyed weights change the start alone, and let FSDP2 run on gloo.
-        model_spec=with_keyed_weights(llama3_spec(size.backbone), seed=0),
+        model_spec=spec,
         hf_assets_path="",
         dump_folder=str(Path(like.dump_folder).with_name("peer")),
         tokenizer=like.tokenizer,
@@ -303,56 +300,8 @@ def peer_config(size: TrainSize, *, like: ExtTrainer.Config) -> Trainer.Config:
         training=like.training,
         # pyrefly: ignore[bad-argument-type] - torchtitan's way of saying no recomputation
         activation_checkpoint=None,
-        loss=CrossEntropyLoss.Config(global_vocab_size=size.backbone.vocab_size),
+        loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)),
         debug=like.debug,
-    )
-
-
-def llama3_spec(size: BackboneSize) -> ModelSpec:
-    """torchtitan's llama3 with the sizes of a backbone and dense attention."""
-    normal: dict[str, Callable] = {"weight": partial(nn.init.normal_, std=0.02)}
-    norm = RMSNorm.Config(normalized_shape=size.dim, eps=size.norm_eps, param_init={"weight": nn.init.ones_})
-    blocks = [
-        Llama3TransformerBlock.Config(
-            attention_norm=norm,
-            ffn_norm=norm,
-            attention=make_gqa_config(
-                dim=size.dim,
-                n_heads=size.n_heads,
-                n_kv_heads=size.n_kv_heads,
-                head_dim=size.head_dim,
-                wqkv_param_init=normal,
-                wo_param_init=normal,
-                inner_attention=attention.inner_attention_config("dense", layer_id=index),
-                fuse_qkv=True,
-                rope=ComplexRoPE.Config(
-                    dim=size.head_dim, max_seq_len=size.context, theta=size.rope_theta, scaling="llama"
-                ),
-            ),
-            feed_forward=make_ffn_config(
-                dim=size.dim, hidden_dim=size.ffn_dim, w1_param_init=normal, w2w3_param_init=normal
-            ),
-        )
-        for index in range(size.n_layers)
-    ]
-    model = Llama3Model.Config(
-        dim=size.dim,
-        vocab_size=size.vocab_size,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=size.vocab_size, embedding_dim=size.dim, param_init=normal
-        ),
-        norm=norm,
-        lm_head=Linear.Config(in_features=size.dim, out_features=size.vocab_size, param_init=normal),
-        layers=blocks,
-    )
-    return ModelSpec(
-        name="llama3",
-        flavor="bench",
-        model=model,
-        parallelize_fn=parallelize_llama,
-        pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=None,
     )
 
 
@@ -373,7 +322,13 @@ def one_process_world() -> Generator[None]:
             gc.enable()
 
 
-def _same(what: str, ours: Any, peer: Any) -> None:
+def parameter_count(trainer: Trainer) -> int:
+    """Parameters of the model."""
+    return sum(parameter.numel() for part in trainer.model_parts for parameter in part.parameters())
+
+
+def same(what: str, ours: Any, peer: Any) -> None:
+    """Raise unless both sides agree."""
     if ours != peer:
         raise RuntimeError(f"the two sides do not have the same {what}, so their times do not compare")
 
@@ -381,8 +336,7 @@ def _same(what: str, ours: Any, peer: Any) -> None:
 # --- decode ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeSize:
+class DecodeSize(NamedTuple):
     """One decoding workload."""
 
     flavor: str
@@ -413,11 +367,11 @@ def bench_decode(settings: Settings) -> list[Row]:
         rows = []
         for batch in size.batches:
             prompts = random_prompts(batch, size.prompt_tokens, vocab_size=reference.config.vocab_size)
-            ours = our_decoding(loaded.model, prompts, new_tokens=size.new_tokens, method=loaded.method)
+            ours = our_decoding(loaded.model, prompts, new_tokens=size.new_tokens)
             peer = transformers_decoding(reference, prompts, new_tokens=size.new_tokens)
             check_equal_tokens(ours(), peer())
             rounds = alternate(counted(ours), counted(peer), rounds=settings.rounds)
-            what = f"decode {name}, batch {batch}, {size.prompt_tokens}+{size.new_tokens}: ar / transformers generate"
+            what = f"decode {name}, {batch} x {size.prompt_tokens}+{size.new_tokens}: ar / transformers"
             rows.append(row_of(what, rounds))
     return rows
 
@@ -456,34 +410,25 @@ def random_prompts(batch: int, length: int, *, vocab_size: int) -> list[list[int
     return torch.randint(vocab_size, (batch, length), generator=generator).tolist()
 
 
-def our_decoding(
-    model: nn.Module, prompts: list[list[int]], *, new_tokens: int, method: str
-) -> Callable[[], list[list[int]]]:
-    """Greedy decoding of this project; the new tokens of each row."""
-    decode = decoder_for(method)
-
-    def run() -> list[list[int]]:
-        return [row.new_tokens for row in decode(model, prompts, max_new_tokens=new_tokens)]
-
-    return run
+def our_decoding(model: nn.Module, prompts: list[list[int]], *, new_tokens: int) -> Tokens:
+    """Greedy decoding of this project."""
+    decode = decoder_for("ar")
+    return lambda: [row.new_tokens for row in decode(model, prompts, max_new_tokens=new_tokens)]
 
 
-def transformers_decoding(
-    model: Any, prompts: list[list[int]], *, new_tokens: int
-) -> Callable[[], list[list[int]]]:
-    """Greedy decoding of transformers; the new tokens of each row."""
+def transformers_decoding(model: Any, prompts: list[list[int]], *, new_tokens: int) -> Tokens:
+    """Greedy decoding of transformers."""
 
     def run() -> list[list[int]]:
         tokens_BL = torch.tensor(prompts, device=model.device)
-        all_BL = model.generate(
-            tokens_BL, attention_mask=torch.ones_like(tokens_BL), max_new_tokens=new_tokens
-        )
+        mask_BL = torch.ones_like(tokens_BL)
+        all_BL = model.generate(tokens_BL, attention_mask=mask_BL, max_new_tokens=new_tokens)
         return all_BL[:, tokens_BL.shape[1] :].tolist()
 
     return run
 
 
-def counted(run: Callable[[], list[list[int]]]) -> Work:
+def counted(run: Tokens) -> Work:
     """A decoding as work: the number of its new tokens."""
     return lambda: sum(len(row) for row in run())
 
@@ -515,6 +460,9 @@ class Report:
     machine: list[Rates]
     """Before the first benchmark and after each."""
 
+    device: str
+    """Type of the device that both sides ran on."""
+
     load_average: tuple[float, float, float]
     """Of the machine before the run: 1, 5 and 15 minutes."""
 
@@ -535,81 +483,10 @@ def run(settings: Settings, *, only: Iterable[str] = (), progress: Callable[[str
             raise unknown("benchmark", name, BENCHMARKS)
     load = os.getloadavg()
     rows: list[Row] = []
-    with _quiet(), cpu_threads(settings.threads):
+    with cpu_threads(settings.threads):
         machine = [machine_rates()]
         for name in names:
             progress(f"{name} ...")
             rows += BENCHMARKS[name](settings)
             machine.append(machine_rates())
-    return Report(settings=settings, rows=rows, machine=machine, load_average=load)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Errors alone on the root logger, which is torchtitan's."""
-    logger = logging.getLogger()
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-HEADER = ("what", "ours", "peer", "ratio", "rounds", "goal")
-
-
-def table(report: Report) -> str:
-    """The rows as an aligned Markdown table."""
-    lines = [HEADER, *(_cells(row) for row in report.rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    padded = [
-        [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs)]
-        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
-    ]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [padded[0], rule, *padded[1:]])
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.what,
-        f"{row.ours:,.1f} {row.unit}",
-        f"{row.peer:,.1f} {row.unit}",
-        f"{row.ratio:.3f}",
-        f"{min(row.ratios):.3f} to {max(row.ratios):.3f}",
-        f">= {row.goal:.2f}",
-    )
-
-
-def summary(report: Report) -> str:
-    """What the table was measured on, and how to read it."""
-    rates, settings = report.rates, report.settings
-    return (
-        f"machine: fp32 matrix product {rates.matmul_gflops:.1f} GFLOP/s, copy {rates.copy_gbytes:.1f} GB/s "
-        f"({utils.device_type}, {settings.threads} threads); load average before {report.load_average[0]:.2f}\n"
-        f"ratio: ours / peer, > 1 is faster; the median of {settings.rounds} rounds, each A B B A or B A A B\n"
-        f"versions: {', '.join(f'{name} {version}' for name, version in versions().items())}"
-    )
-
-
-def versions() -> dict[str, str]:
-    """Versions of what was measured; a library that is not installed is left out."""
-    names = [n for n in ("torch", "torchtitan", "transformers") if importlib.util.find_spec(n)]
-    return {name: importlib.metadata.version(name) for name in names}
-
-
-def to_json(report: Report) -> dict[str, Any]:
-    """The report as plain data, every round's ratio included."""
-    settings = {**asdict(report.settings), "model_dir": str(report.settings.model_dir or "")}
-    return {
-        "settings": settings,
-        "versions": versions(),
-        "machine": {
-            "device": utils.device_type,
-            **report.rates._asdict(),
-            "samples": [rates._asdict() for rates in report.machine],
-            "load_average": list(report.load_average),
-        },
-        "rows": [{**asdict(row), "ratio": row.ratio} for row in report.rows],
-    }
+    return Report(settings=settings, rows=rows, machine=machine, device=utils.device_type, load_average=load)

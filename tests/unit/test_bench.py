@@ -1,0 +1,207 @@
+"""The benchmark tool: its arithmetic, its table, and that both sides of each benchmark run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import torchtitan_ext  # noqa: F401 - before torchtitan
+from tests.distributed import harness
+from tools import compare
+from torchtitan_ext.errors import UserError
+from torchtitan_ext.evaluation import bench
+
+
+class Stopwatch:
+    """A clock that the work itself moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.order = ""
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, name: str, *, tokens: int, seconds: list[float]) -> bench.Work:
+        turns = iter(seconds)
+
+        def run() -> int:
+            self.order += name
+            self.now += next(turns)
+            return tokens
+
+        return run
+
+
+def row(**changes) -> bench.Row:
+    fields = {"what": "train", "ours": 3.0, "peer": 2.0, "unit": "tokens/s", "ratios": [1.5, 0.5, 4.0]}
+    return bench.Row(**{**fields, **changes})
+
+
+def report(*rows: bench.Row, **settings) -> bench.Report:
+    return bench.Report(
+        settings=bench.Settings(**settings),
+        rows=list(rows),
+        machine=[bench.Rates(10.0, 1.0), bench.Rates(30.0, 5.0), bench.Rates(20.0, 4.0)],
+        device="cpu",
+        load_average=(0.5, 0.25, 0.125),
+    )
+
+
+def test_rounds_alternate_and_the_warm_up_is_not_measured():
+    clock = Stopwatch()
+    # The first turn of each side is slow, and is not to count.
+    ours = clock.work("A", tokens=10, seconds=[100, 1, 3, 1, 1])
+    peer = clock.work("B", tokens=30, seconds=[100, 2, 4, 3, 3])
+    rounds = bench.alternate(ours, peer, rounds=2, clock=clock)
+    assert clock.order == "AB" + "ABBA" + "BAAB"
+    # A round is the tokens of both turns over their time, not a mean of two rates.
+    assert rounds == [bench.Round(20 / 4, 60 / 6), bench.Round(20 / 2, 60 / 6)]
+
+
+def test_an_even_drift_cancels_within_a_round():
+    clock = Stopwatch()
+    # Equal sides on a machine that becomes slower by a second with each turn.
+    ours = clock.work("A", tokens=1, seconds=[0, 1, 4])
+    peer = clock.work("B", tokens=1, seconds=[0, 2, 3])
+    assert bench.row_of("x", bench.alternate(ours, peer, rounds=1, clock=clock)).ratio == 1
+
+
+def test_the_ratio_is_the_median_of_the_rounds_ratios():
+    rounds = [bench.Round(10, 10), bench.Round(3, 2), bench.Round(1, 4)]
+    measured = bench.row_of("x", rounds)
+    assert (measured.ours, measured.peer) == (3, 4)
+    assert measured.ratios == [1, 1.5, 0.25]
+    assert measured.ratio == 1  # and not 3 / 4
+    assert bench.row_of("x", rounds[:2]).ratio == 1.25
+
+
+def test_machine_rates_count_what_was_done(monkeypatch):
+    monkeypatch.setattr(bench, "_median_seconds", lambda run, *, repeats: 0.5)
+    rates = bench.machine_rates(size=100, copied_bytes=10**6)
+    assert rates == bench.Rates(2 * 100**3 / 0.5 / 1e9, 2 * 10**6 / 0.5 / 1e9)
+
+
+def test_the_machine_is_measured_around_every_benchmark(monkeypatch):
+    calls = []
+    rates = iter([bench.Rates(1, 10), bench.Rates(3, 20), bench.Rates(2, 60)])
+    monkeypatch.setattr(bench, "machine_rates", lambda: calls.append("machine") or next(rates))
+    for name in ("one", "two"):
+        monkeypatch.setitem(
+            bench.BENCHMARKS, name, lambda s, name=name: calls.append(name) or [row(what=name)]
+        )
+    told: list[str] = []
+    result = bench.run(bench.Settings(threads=1), only=["two", "one"], progress=told.append)
+    assert calls == ["machine", "two", "machine", "one", "machine"]
+    assert [r.what for r in result.rows] == ["two", "one"]
+    assert result.rates == bench.Rates(2, 20)
+    assert len(told) == 2
+
+
+def test_table_is_aligned_and_says_everything():
+    lines = compare.table(report(row(), row(what="decode, long", ours=12345.67))).split("\n")
+    assert len({len(line) for line in lines}) == 1
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["what", "ours", "peer", "ratio", "rounds", "goal"]
+    assert cells[2] == ["train", "3.0 tokens/s", "2.0 tokens/s", "1.500", "0.500 to 4.000", ">= 1.00"]
+    assert cells[3][:2] == ["decode, long", "12,345.7 tokens/s"]
+    assert all(set(cell) <= {"-", ":"} and len(cell) > 2 for cell in cells[1])
+
+
+def test_summary_names_the_machines_rates_and_the_settings():
+    text = compare.summary(report(row(), threads=3, rounds=7))
+    for part in (
+        "20.0 GFLOP/s",
+        "4.0 GB/s",
+        "3 threads",
+        "7 rounds",
+        "load before 0.5",
+        "torchtitan 0.3.0",
+    ):
+        assert part in text
+
+
+def test_files_hold_the_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "run", lambda settings, **kwargs: report(row(), rounds=settings.rounds))
+    files = {"--json": tmp_path / "a.json", "--markdown": tmp_path / "a.md"}
+    compare.main(["bench", "--rounds", "9", *(str(x) for pair in files.items() for x in pair)])
+    shown = capsys.readouterr().out
+    assert files["--markdown"].read_text() == shown
+    data = json.loads(files["--json"].read_text())
+    assert data["settings"]["rounds"] == 9
+    assert data["machine"]["matmul_gflops"] == 20 and len(data["machine"]["samples"]) == 3
+    assert data["rows"][0]["ratio"] == 1.5 and data["rows"][0]["ratios"] == [1.5, 0.5, 4.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.md"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--only", "trian"],
+            r"unknown benchmark 'trian'; did you mean 'train'\? \(allowed: decode, train\)",
+        ),
+        (["--rounds", "0"], r"--rounds must be at least 1, got 0"),
+        (["--threads", "-1"], r"--threads must be at least 1, got -1"),
+        (["--only", "decode", "--json", "{tmp}/no/a.json"], r"cannot write .*/no/a\.json: no such folder"),
+        (["--only", "decode", "--markdown", "{tmp}"], r"cannot write .*: it is a folder"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        compare.main(["bench", *(a.format(tmp=tmp_path) for a in arguments)])
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--model-dir .* has no config\.json"):
+        bench.bench_decode(bench.Settings(model_dir=tmp_path, quick=True))
+
+
+def test_different_decodings_are_refused():
+    bench.check_equal_tokens([[1, 2], [3]], [[1, 2], [3]])
+    with pytest.raises(RuntimeError, match=r"row 1 from new token 2: \[5\] and \[6\]"):
+        bench.check_equal_tokens([[1], [3, 4, 5]], [[1], [3, 4, 6]])
+    with pytest.raises(RuntimeError, match=r"row 0 from new token 1: \[\] and \[2\]"):
+        bench.check_equal_tokens([[1]], [[1, 2]])
+
+
+def test_decode_runs_and_both_sides_agree():
+    pytest.importorskip("transformers")
+    rows = bench.bench_decode(bench.Settings(rounds=1, threads=1, quick=True))
+    assert len(rows) == len(bench.DECODE_QUICK.batches)
+    assert all(r.ours > 0 and r.peer > 0 and len(r.ratios) == 1 for r in rows)
+
+
+def test_decode_notices_another_model(monkeypatch):
+    pytest.importorskip("transformers")
+    honest = bench.our_decoding
+
+    def wrong(*args, **kwargs):
+        run = honest(*args, **kwargs)
+        return lambda: [[*tokens[:-1], tokens[-1] + 1] for tokens in run()]
+
+    monkeypatch.setattr(bench, "our_decoding", wrong)
+    with pytest.raises(RuntimeError, match="decodings differ in row 0 from new token 7"):
+        bench.bench_decode(bench.Settings(rounds=1, threads=1, quick=True))
+
+
+def test_train_runs_both_trainers():
+    # In a process of its own: torchtitan changes the process it runs in.
+    [rows] = harness.run(bench.bench_train, world=1, settings=bench.Settings(rounds=1, threads=1, quick=True))
+    [measured] = rows
+    assert measured.ours > 0 and measured.peer > 0 and len(measured.ratios) == 1
+
+
+def test_train_notices_another_size(monkeypatch):
+    [message] = harness.run(other_size, world=1)
+    assert "do not have the same number of parameters" in message
+
+
+def other_size() -> str:
+    """The refusal when our backbone is one layer short."""
+    bench.OURS = replace(bench.OURS, n_layers=bench.OURS.n_layers - 1)
+    with pytest.raises(RuntimeError) as caught:
+        bench.bench_train(bench.Settings(rounds=1, threads=1, quick=True))
+    return str(caught.value)
