@@ -156,3 +156,55 @@ def test_last_checkpoint_as_a_hugging_face_folder(tmp_path):
     tensors = hf_folder.read_tensors(tmp_path / "out" / "checkpoint" / "step-2")
     assert "model.embed_tokens.weight" in tensors and "lm_head.weight" not in tensors
     assert len(tensors) == 2 + 9 * 4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of five steps and the same weights as a Hugging Face folder."""
+    from torchtitan_ext.checkpoint.convert import convert_to_hf
+
+    folder = tmp_path_factory.mktemp("trained")
+    run(jobs.train, world=1, folder=str(folder), args=["--checkpoint.enable"])
+    checkpoint = folder / "out" / "checkpoint" / "step-5"
+    convert_to_hf(checkpoint, folder / "hf")
+    return checkpoint, folder / "hf"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_starts_from_a_hugging_face_folder_as_from_the_checkpoint(world, trained, tmp_path):
+    checkpoint, hf = trained
+    batch = ["--training.local_batch_size", str(8 // world), "--training.steps", "2", "--checkpoint.enable"]
+    losses = []
+    for name, initial in (("dcp", [str(checkpoint)]), ("hf", [str(hf), "--checkpoint.initial_load_in_hf"])):
+        folder = tmp_path / name
+        (folder / "out" / "checkpoint").mkdir(parents=True)  # an empty checkpoint folder is a fresh start
+        args = [*batch, "--checkpoint.initial_load_path", *initial]
+        losses.append(run(jobs.train, world=world, folder=str(folder), args=args)[0]["loss"])
+    assert losses[0] == losses[1]
+    assert losses[0][1] < 5  # an untrained model starts at ln(264) = 5.6
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape"])
+def test_a_hugging_face_folder_that_does_not_fit_is_refused(fault, trained, tmp_path):
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "hf"
+    shutil.copytree(trained[1], folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "extra":
+        name = "model.layers.9.mlp.up_proj.weight"
+        tensors[name] = torch.zeros(2)
+    else:
+        name = "model.embed_tokens.weight"
+        tensors[name] = tensors[name][:100].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    args = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path"]
+    (result,) = run(jobs.refusal, world=1, folder=str(tmp_path), args=[*args, str(folder)])
+    assert result["error"] and "\n" not in result["error"]
+    assert name in result["error"] or "vocabulary" in result["error"], result["error"]
