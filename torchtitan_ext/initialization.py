@@ -53,6 +53,9 @@ def key_initialisers(model: nn.Module, *, seed: int) -> None:
         ValueError: a module has parameters but no ``param_init``, so that their
             values would depend on the order in which modules are initialised.
     """
+    # A model that moves a backbone's blocks still draws them under the backbone's names, so that
+    # a method and its baseline start from equal weights.
+    rename = getattr(model, "initial_name", lambda name: name)
     for module_name, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if not own or not isinstance(module, Module):
@@ -63,6 +66,6 @@ def key_initialisers(model: nn.Module, *, seed: int) -> None:
         module._param_init = {
             name: initialise
             if initialise is skip_param_init
-            else _keyed(initialise, seed=seed_from(seed, canonical_fqn(f"{module_name}.{name}")))
+            else _keyed(initialise, seed=seed_from(seed, rename(canonical_fqn(f"{module_name}.{name}"))))
             for name, initialise in initialisers.items()
         }

@@ -28,8 +28,12 @@ def build_spec(config: Any) -> ModelSpec:
     else:
         module = registry.method(section.name)
         backend = attention.resolve_backend(section.attention, utils.device_type)
+        own = getattr(config, section.name, None)
         spec = module.model_registry(
-            section.flavor, attention=backend, hf_assets_path=section.hf_assets_path or None
+            section.flavor,
+            attention=backend,
+            hf_assets_path=section.hf_assets_path or None,
+            **({} if own is None else {"section": own}),
         )
     return with_keyed_weights(spec, seed=config.debug.seed)
 

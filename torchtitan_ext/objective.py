@@ -69,9 +69,33 @@ class Objective(ABC):
         """The loss of one microbatch and its metrics.
 
         Metrics are scalars that are summed over microbatches and ranks (so
-        divide a mean by its global count); names that end in "/max" or "/min"
-        are reduced so.
+        divide a mean over tokens by its global count); names that end in
+        "/max", "/min" or "/mean" (over microbatches and ranks) are reduced so.
         """
+
+
+class NextToken(Objective):
+    """Position i predicts the label the data gives it, the next token of its document; no randomness."""
+
+    perplexity = True
+
+    def prepare(
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator
+    ) -> Prepared:
+        return Prepared(inputs, labels, {"loss": float((labels != IGNORE_INDEX).sum())})
+
+    def loss(
+        self,
+        model: nn.Module,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        model_inputs: dict[str, Any],
+        loss_inputs: dict[str, torch.Tensor],
+        counts: dict[str, torch.Tensor],
+        loss_fn: Any,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return loss_fn(model(tokens, **model_inputs), labels, counts["loss"])
 
 
 def microbatch_generator(*, seed: int, step: int, dp_rank: int, microbatch: int) -> torch.Generator:

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
@@ -61,12 +68,20 @@ def parallelize_decoder(
     validate_config(parallel_dims, model)
     model.parallelize(parallel_dims)
 
-    if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
-    if compile_config.enable and "model" in compile_config.components:
-        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    # A recurrent core holds blocks of its own.
+    containers = getattr(model, "containers", [model])
+    for container in containers:
+        if ac_config is not None:
+            ac_config.build(dump_folder=dump_folder).apply(container)
+        if compile_config.enable and "model" in compile_config.components:
+            apply_compile(container, compile_config=compile_config, parallel_dims=parallel_dims)
 
     mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
+    for container in containers:
+        if container is not model:
+            _shard_core(
+                container, mesh, mesh_dims, by=model.core_sharding, training=training, parallelism=parallelism
+            )
     apply_fsdp_to_decoder(
         model,
         mesh,
@@ -79,6 +94,39 @@ def parallelize_decoder(
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
     )
     return model
+
+
+def _shard_core(
+    core: Any,
+    mesh: DeviceMesh,
+    mesh_dims: DataParallelMeshDims | None,
+    *,
+    by: str,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+) -> None:
+    """Make a recurrent core one FSDP unit, or each of its blocks one.
+
+    As one unit the core is gathered once a step however often it loops; by
+    layer it is kept gathered between the passes of a step.
+    """
+    config: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            cast_forward_inputs=False,
+        ),
+    }
+    if mesh_dims is not None:
+        config["dp_mesh_dims"] = mesh_dims
+    if training.enable_cpu_offload:
+        config["offload_policy"] = CPUOffloadPolicy()
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    if by == "layer":
+        for block in core.layers.values():
+            fully_shard(block, **config, reshard_after_forward=always)
+    fully_shard(core, **config, reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never")
 
 
 def with_keyed_weights(spec: ModelSpec, *, seed: int) -> ModelSpec:

@@ -12,6 +12,7 @@ from torchtitan_ext.errors import unknown
 
 METHODS: dict[str, str] = {
     "ar": "torchtitan_ext.methods.ar",
+    "t2mlr": "torchtitan_ext.methods.t2mlr",
 }
 
 TORCHTITAN_MODELS: tuple[str, ...] = ("llama3", "qwen3")

@@ -257,6 +257,8 @@ class ExtTrainer(Trainer):
                 reduced[name] = -dist_utils.dist_max(-value, mesh)
             else:
                 reduced[name] = dist_utils.dist_sum(value, mesh)
+            if name.endswith("/mean"):
+                reduced[name] /= len(self._local_counts) * (mesh.size() if mesh is not None else 1)
         return reduced
 
 
@@ -306,4 +308,7 @@ def default_config(model: dict[str, Any]) -> ExtTrainer.Config:
         if section is not None:
             own = (name, section, field(default_factory=section))
             cls = make_dataclass("Config", [own], bases=(cls,), kw_only=True, slots=True)
-    return cls(model=ModelSection(name=name))
+    config = cls(model=ModelSection(name=name))
+    if not registry.is_torchtitan_model(name):
+        config.optimizer.no_weight_decay = list(getattr(registry.method(name), "NO_WEIGHT_DECAY", ()))
+    return config

@@ -110,10 +110,13 @@ def train(
     toml: str = CONFIG,
     with_weights: bool = False,
     objective: Any = None,
+    change: Any = None,
 ) -> dict[str, Any]:
-    """Losses and gradient norms by step (and the final weights)."""
+    """Losses and gradient norms by step (and the final weights); ``change`` is applied to the trainer."""
     trainer = build(folder, args, toml=toml)
     trainer.objective = objective or trainer.objective
+    if change is not None:
+        change(trainer)
     recorder = Recorder()
     trainer.metrics_processor.logger = recorder
     trainer.train()
@@ -130,12 +133,14 @@ def train(
 
 
 def gradients(
-    folder: str, args: list[str], toml: str = CONFIG, objective: Any = None
+    folder: str, args: list[str], toml: str = CONFIG, objective: Any = None, change: Any = None
 ) -> dict[str, torch.Tensor]:
     """Unclipped gradients of the first step, in full, by name."""
     trainer = build(folder, [*args, "--training.max_norm", "1e9"], toml=toml)
     trainer.objective = objective or trainer.objective
     trainer.checkpointer.load(step=-1)
+    if change is not None:
+        change(trainer)
     trainer.step = 1
     captured: dict[str, torch.Tensor] = {}
 
@@ -339,3 +344,43 @@ def two_terms_gradients(folder: str, args: list[str]) -> dict[str, torch.Tensor]
 
 def two_terms_training(folder: str, args: list[str]) -> dict[str, Any]:
     return train(folder, args, objective=TwoTerms(drop=0.3))
+
+
+def open_gates(trainer: ExtTrainer) -> None:
+    """Set a T2MLR model's gates away from 0, so that its recurrence matters."""
+    for part in trainer.model_parts:
+        for name, parameter in part.named_parameters():
+            if name.endswith(("g_current", "g_recurrent")):
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.data.fill_(0.7)
+
+
+def t2mlr_gradients(folder: str, args: list[str]) -> dict[str, torch.Tensor]:
+    return gradients(folder, args, change=open_gates)
+
+
+def t2mlr_training(folder: str, args: list[str]) -> dict[str, Any]:
+    return train(folder, args, change=open_gates)
+
+
+def count_collectives(folder: str, args: list[str]) -> dict[str, int]:
+    """All-gathers and reduce-scatters of FSDP in one training step."""
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as groups
+
+    counts = {"all_gather": 0, "reduce_scatter": 0}
+    gather, scatter = groups.foreach_all_gather, groups.foreach_reduce
+
+    def counted_gather(*a: Any, **k: Any) -> Any:
+        counts["all_gather"] += 1
+        return gather(*a, **k)
+
+    def counted_scatter(*a: Any, **k: Any) -> Any:
+        counts["reduce_scatter"] += 1
+        return scatter(*a, **k)
+
+    groups.foreach_all_gather, groups.foreach_reduce = counted_gather, counted_scatter
+    trainer = build(folder, args)
+    trainer.step = 1
+    trainer.train_step(trainer.batch_generator(trainer.dataloader))
+    finish(trainer)
+    return counts

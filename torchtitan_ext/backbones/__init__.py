@@ -1,7 +1,13 @@
 """Decoder blocks, sizes, and Hugging Face names of the model families."""
 
 from torchtitan_ext.backbones.adapter import HFAdapter
-from torchtitan_ext.backbones.hf_config import hf_config, size_for, size_from_folder, size_from_hf
+from torchtitan_ext.backbones.hf_config import (
+    causal_size_for,
+    hf_config,
+    size_for,
+    size_from_folder,
+    size_from_hf,
+)
 from torchtitan_ext.backbones.model import Backbone, BackboneBlock, build_block, build_config, root_fields
 from torchtitan_ext.backbones.sharding import set_backbone_sharding, set_block_sharding
 from torchtitan_ext.backbones.sizes import SIZES, BackboneSize, lookup, same_arithmetic
@@ -14,6 +20,7 @@ __all__ = [
     "HFAdapter",
     "build_block",
     "build_config",
+    "causal_size_for",
     "hf_config",
     "lookup",
     "root_fields",

@@ -74,6 +74,20 @@ def size_for(flavor: str, *, hf_assets_path: str | Path | None = None) -> Backbo
     return size_from_folder(hf_assets_path)
 
 
+def causal_size_for(flavor: str, *, method: str, hf_assets_path: str | Path | None = None) -> BackboneSize:
+    """:func:`size_for` of a causal backbone.
+
+    Errors: a bidirectional one, with which ``method`` does not work.
+    """
+    size = size_for(flavor, hf_assets_path=hf_assets_path)
+    if size.attention != "causal":
+        raise UserError(
+            f"[model] name = {method!r} needs a causal backbone, got flavor = {flavor!r}, "
+            f"whose attention is {size.attention}"
+        )
+    return size
+
+
 def hf_config(size: BackboneSize, *, dtype: str = "float32") -> dict[str, Any]:
     """A ``config.json`` for a size: the inverse of :func:`size_from_hf`.
 

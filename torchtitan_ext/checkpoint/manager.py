@@ -177,8 +177,21 @@ class ExtCheckpointManager(CheckpointManager):
                 assert self.sd_adapter is not None
                 hf_folder.check_against(self.sd_adapter, state_dict, Path(checkpoint_id))
             else:
+                if not resumed:
+                    state_dict = self._without_added(state_dict, Path(checkpoint_id))
                 self._check_native(state_dict, Path(checkpoint_id), resumed=resumed)
         super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+
+    def _without_added(self, state_dict: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Leave out parameters that the method adds and initial weights do not have; they stay as drawn."""
+        is_added = getattr(self.sd_adapter, "is_added", None)
+        if is_added is None or whole.damage(folder) is not None:
+            return state_dict
+        stored = whole.read_metadata(folder).state_dict_metadata
+        fresh = [name for name in state_dict if name not in stored and is_added(name)]
+        if fresh:
+            logger.info(f"{folder} lacks {len(fresh)} parameters of the method, which start fresh: {fresh}")
+        return {name: value for name, value in state_dict.items() if name not in fresh}
 
     def _check_native(self, state_dict: dict[str, Any], folder: Path, *, resumed: bool) -> None:
         reason = whole.damage(folder)

@@ -4,33 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn as nn
-
 from torchtitan_ext.errors import UserError
-from torchtitan_ext.objective import IGNORE_INDEX, Objective, Prepared
-
-
-class NextToken(Objective):
-    """Position i predicts token i + 1 of its own document; no randomness."""
-
-    perplexity = True
-
-    def prepare(self, inputs, labels, *, generator: torch.Generator) -> Prepared:
-        return Prepared(inputs, labels, {"loss": float((labels != IGNORE_INDEX).sum())})
-
-    def loss(
-        self,
-        model: nn.Module,
-        tokens: torch.Tensor,
-        labels: torch.Tensor,
-        *,
-        model_inputs: dict[str, Any],
-        loss_inputs: dict[str, torch.Tensor],
-        counts: dict[str, torch.Tensor],
-        loss_fn: Any,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return loss_fn(model(tokens, **model_inputs), labels, counts["loss"])
+from torchtitan_ext.objective import NextToken
 
 
 def build_objective(config: Any) -> NextToken:
