@@ -55,7 +55,7 @@ def key_initialisers(model: nn.Module, *, seed: int) -> None:
     """
     # A model that moves a backbone's blocks still draws them under the backbone's names, so that
     # a method and its baseline start from equal weights.
-    rename = getattr(model, "initial_name", lambda name: name)
+    rename: Callable[[str], str] = getattr(model, "initial_name", str)  # pyrefly: ignore[bad-assignment]
     for module_name, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if not own or not isinstance(module, Module):

@@ -76,6 +76,8 @@ def parallelize_decoder(
         if compile_config.enable and "model" in compile_config.components:
             apply_compile(container, compile_config=compile_config, parallel_dims=parallel_dims)
 
+    if _needs_no_fsdp(parallel_dims, training):
+        return model
     mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
     for container in containers:
         if container is not model:
@@ -94,6 +96,17 @@ def parallelize_decoder(
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
     )
     return model
+
+
+def _needs_no_fsdp(parallel_dims: ParallelDims, training: TrainingConfig) -> bool:
+    """Whether one process computes in its parameters' own dtype.
+
+    FSDP2 would then only copy every parameter and gradient to itself, some
+    percent of a step on a CPU. Anything else (mixed precision, offload, any
+    other rank) is FSDP2's work.
+    """
+    dtypes = {training.dtype, training.mixed_precision_param, training.mixed_precision_reduce}
+    return parallel_dims.world_size == 1 and len(dtypes) == 1 and not training.enable_cpu_offload
 
 
 def _shard_core(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import types
@@ -346,21 +347,21 @@ def two_terms_training(folder: str, args: list[str]) -> dict[str, Any]:
     return train(folder, args, objective=TwoTerms(drop=0.3))
 
 
-def open_gates(trainer: ExtTrainer) -> None:
+def open_gates(trainer: ExtTrainer, gate: float = 0.7) -> None:
     """Set a T2MLR model's gates away from 0, so that its recurrence matters."""
     for part in trainer.model_parts:
         for name, parameter in part.named_parameters():
             if name.endswith(("g_current", "g_recurrent")):
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                local.data.fill_(0.7)
+                local.data.fill_(gate)
 
 
 def t2mlr_gradients(folder: str, args: list[str]) -> dict[str, torch.Tensor]:
     return gradients(folder, args, change=open_gates)
 
 
-def t2mlr_training(folder: str, args: list[str]) -> dict[str, Any]:
-    return train(folder, args, change=open_gates)
+def t2mlr_training(folder: str, args: list[str], gate: float = 0.7) -> dict[str, Any]:
+    return train(folder, args, change=functools.partial(open_gates, gate=gate))
 
 
 def count_collectives(folder: str, args: list[str]) -> dict[str, int]:

@@ -196,6 +196,8 @@ class T2MLR(LoopedBackbone):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopedBackbone.Config):
+        core: T2MLRCore.Config
+
         def update_from_config(self, *, config, **kwargs) -> None:
             LoopedBackbone.Config.update_from_config(self, config=config, **kwargs)
             parallelism = config.parallelism
@@ -206,7 +208,7 @@ class T2MLR(LoopedBackbone):
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Parameters, and FLOPs a token of the passes that are really run."""
             nparams, baseline = backbones.Backbone.Config.get_nparams_and_flops(self, model, seq_len)
-            core = model.core
+            core: Any = model.core
             layers = sum(p.numel() for p in core.layers.parameters())
             fusion = sum(m.weight.numel() for m in core.fusion.modules() if isinstance(m, nn.Linear))
             # Scores and values of one pass, as torchtitan counts them (no discount for causality).
