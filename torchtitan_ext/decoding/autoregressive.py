@@ -10,7 +10,7 @@ V = vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -51,8 +51,13 @@ def generate(
     on_token: OnToken | None = None,
     max_len: int | None = None,
     seeds: Sequence[int] | None = None,
+    session: Callable[[TitanDecoder, int, int], Session] | None = None,
 ) -> Generation:
-    """Continue every prompt token by token; see :class:`~torchtitan_ext.decoding.interface.Decoder`."""
+    """Continue every prompt token by token; see :class:`~torchtitan_ext.decoding.interface.Decoder`.
+
+    ``session``: what a method puts in the place of :class:`Session`, called with the model,
+    the number of rows and the longest length.
+    """
     decoder = checked_model(model)
     context = context_length(decoder)
     starts = checked_prompts(
@@ -70,12 +75,35 @@ def generate(
         _Row(index=i, prompt=prompt, generator=generator)
         for i, (prompt, generator) in enumerate(zip(starts, row_generators(seeds), strict=True))
     ]
-    run = _Run(decoder, sampling, max_new_tokens, frozenset(stop_ids), on_token)
+    run = _Run(decoder, sampling, max_new_tokens, frozenset(stop_ids), on_token, session or Session)
     begin = time.perf_counter()
     with torch.inference_mode(), headless(decoder), step_rotary(decoder):
         forwards = run(rows) if rows else 0
     seconds = time.perf_counter() - begin
     return Generation(results=[row.result() for row in rows], forwards=forwards, seconds=seconds)
+
+
+class Session:
+    """The state of a batch of rows that are being decoded, and the two ways to move it on.
+
+    A method whose decoding carries more than keys and values subclasses it.
+    """
+
+    def __init__(self, model: TitanDecoder, batch: int, capacity: int) -> None:
+        self.model = model
+        self.cache = KVCache(batch, capacity=capacity, device=next(model.parameters()).device)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Take in prompts of any lengths; logits after each one's last token, [B, V]."""
+        return prefill(self.model, self.cache, prompts)
+
+    def step(self, tokens_B: torch.Tensor) -> torch.Tensor:
+        """Append one token to every row; logits after it, [B, V]."""
+        return step(self.model, self.cache, tokens_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self.cache.select(rows)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,13 +136,13 @@ class _Run:
     max_new_tokens: int
     stop_ids: frozenset[int]
     on_token: OnToken | None
+    session: Callable[[TitanDecoder, int, int], Session]
 
     def __call__(self, rows: list[_Row]) -> int:
         """Generate all rows; the number of forwards, the prompts being one."""
-        device = next(self.model.parameters()).device
         longest = max(len(row.prompt) for row in rows)
-        cache = KVCache(len(rows), capacity=longest + self.max_new_tokens, device=device)
-        logits_BV = prefill(self.model, cache, [row.prompt for row in rows])
+        session = self.session(self.model, len(rows), longest + self.max_new_tokens)
+        logits_BV = session.prefill([row.prompt for row in rows])
         forwards = 1
         while True:
             tokens_B = sample(logits_BV, self.sampling, [row.generator for row in rows])
@@ -124,10 +152,10 @@ class _Run:
             if not kept:
                 return forwards
             if len(kept) < len(rows):
-                cache.select(kept)
+                session.select(kept)
                 rows = [rows[i] for i in kept]
                 tokens_B = tokens_B[kept]
-            logits_BV = step(self.model, cache, tokens_B)
+            logits_BV = session.step(tokens_B)
             forwards += 1
 
     def _take(self, row: _Row, token: int) -> None:
@@ -140,6 +168,12 @@ class _Run:
             row.finish = "length"
 
 
+def padded(prompts: Sequence[Sequence[int]], *, device: torch.device) -> torch.Tensor:
+    """Prompts as one tensor, padded on the right with token 0, [B, L]."""
+    longest = max(len(prompt) for prompt in prompts)
+    return torch.tensor([[*prompt, *([0] * (longest - len(prompt)))] for prompt in prompts], device=device)
+
+
 def prefill(model: TitanDecoder, cache: KVCache, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Fill an empty cache with prompts of any lengths; logits after each one's last token, [B, V].
 
@@ -147,8 +181,7 @@ def prefill(model: TitanDecoder, cache: KVCache, prompts: Sequence[Sequence[int]
     """
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
-    padded = [[*prompt, *([0] * (longest - len(prompt)))] for prompt in prompts]
-    tokens_BL = torch.tensor(padded, device=cache.device)
+    tokens_BL = padded(prompts, device=cache.device)
     last_D: dict[int, torch.Tensor] = {}
     for begin in range(0, longest, PREFILL_CHUNK):
         chunk_BL = tokens_BL[:, begin : begin + PREFILL_CHUNK]
