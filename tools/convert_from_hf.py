@@ -2,6 +2,7 @@
 
     python tools/convert_from_hf.py HF_DIR CKPT_DIR --model.flavor smollm2-135M
     python tools/convert_from_hf.py HF_DIR CKPT_DIR --model.flavor hf
+    python tools/convert_from_hf.py HF_DIR CKPT_DIR --model.name t2mlr --t2mlr.start 13 --t2mlr.end 18
 
 Then set ``checkpoint.initial_load_path = "CKPT_DIR"``.
 """
@@ -10,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan_ext import config as front
 from torchtitan_ext.checkpoint.convert import convert_from_hf
-from torchtitan_ext.errors import run_cli
+from torchtitan_ext.errors import UserError, run_cli
+from torchtitan_ext.trainer import default_config
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,16 +34,38 @@ def parser() -> argparse.ArgumentParser:
         default="hf",
         help="backbone flavor; 'hf' takes family and sizes from config.json (default: %(default)s)",
     )
-    parser.add_argument("--model.name", dest="name", default="ar", help="method (default: %(default)s)")
+    parser.add_argument(
+        "--model.name",
+        dest="name",
+        help="method, with options of its own section (default: the folder's, else ar)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of parameters that the method adds (default: 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace CKPT_DIR whatever it holds")
     return parser
 
 
+def method_section(name: str, options: list[str]) -> dict[str, Any]:
+    """What the options say of the method's own section, checked as a run's command line."""
+    foreign = [word for word in options if word.startswith("--") and not word.startswith(f"--{name}.")]
+    if foreign:
+        raise UserError(f"unknown option {foreign[0]} (allowed beside the tool's own: --{name}.*)")
+    config = front.parse(["--model.name", name, *options], make_default=default_config)
+    return asdict(getattr(config, name)) if options else {}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Convert as the command line says."""
-    args = parser().parse_args(argv)
+    args, rest = parser().parse_known_args(argv)
+    if rest and not args.name:
+        raise UserError(f"unknown option {rest[0]}; options of a method's section need --model.name")
     folder = convert_from_hf(
-        args.hf_dir, args.ckpt_dir, flavor=args.flavor, name=args.name, overwrite=args.overwrite
+        args.hf_dir,
+        args.ckpt_dir,
+        flavor=args.flavor,
+        name=args.name,
+        section=method_section(args.name, rest) if args.name else None,
+        seed=args.seed,
+        overwrite=args.overwrite,
     )
     print(f"wrote {folder}")
 

@@ -8,7 +8,7 @@ weights are then the same for every world size and parallelism.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.nn as nn
@@ -41,6 +41,24 @@ def _keyed(initialise: Callable, *, seed: int) -> Callable:
         param.copy_(full)
 
     return init
+
+
+def draw(model: nn.Module, names: Collection[str], *, seed: int) -> dict[str, torch.Tensor]:
+    """The initial values of some of a model's tensors, by their state-dict names.
+
+    ``model`` may be on the meta device; only what is asked for is allocated.
+    """
+    key_initialisers(model, seed=seed)
+    rename: Callable[[str], str] = getattr(model, "initial_name", str)  # pyrefly: ignore[bad-assignment]
+    drawn = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = rename(f"{module_name}.{name}" if module_name else name)
+            if full_name in names:
+                assert isinstance(module, Module) and module._param_init is not None
+                drawn[full_name] = torch.empty(parameter.shape, dtype=parameter.dtype)
+                module._param_init[name](drawn[full_name])
+    return drawn
 
 
 def key_initialisers(model: nn.Module, *, seed: int) -> None:

@@ -12,9 +12,9 @@ import json
 import shutil
 import tomllib
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,14 @@ from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD, model_shapes
 from torchtitan_ext.backbones.key_maps import is_ignorable
 from torchtitan_ext.checkpoint import assets as hf_assets
 from torchtitan_ext.checkpoint import hf_folder, whole
+from torchtitan_ext.config import toml_text
 from torchtitan_ext.errors import UserError, unknown
+from torchtitan_ext.initialization import draw
 
 ASSETS = hf_assets.FOLDER
+HF_SECTION = "torchtitan_ext"
+"""Key of an exported config.json with the method and its section, for methods that extend a backbone."""
+
 CONFIG, HF_KEYS, MARKER = "config.toml", "hf_keys.json", "conversion.json"
 """Names inside the folders; the marker tells an earlier result from a folder of the user's."""
 
@@ -50,38 +55,51 @@ class ModelChoice:
     flavor: str
     """Backbone flavor, or ``hf`` for the size in ``hf_assets/config.json``."""
 
+    section: dict[str, Any] = field(default_factory=dict)
+    """The method's own section; what it leaves out has the method's default."""
+
 
 def convert_from_hf(
     hf_dir: str | Path,
     ckpt_dir: str | Path,
     *,
     flavor: str = "hf",
-    name: str = "ar",
+    name: str | None = None,
+    section: dict[str, Any] | None = None,
+    seed: int = 0,
     overwrite: bool = False,
 ) -> Path:
     """Write a checkpoint folder with the weights of a Hugging Face folder.
 
     The result is what ``checkpoint.initial_load_path`` takes.  Tensors are copied one at a time
     from mapped files.
+    ``name``, ``section``: the method and its own section; None: what the folder's config.json
+    says (:data:`HF_SECTION`), else ``ar``. Parameters that the method adds and the folder does
+    not have are drawn from ``seed``, as a run with that seed would draw them.
     Errors: tensors that are not exactly the model's, a full disk, an output folder in use.
     """
     source, target = Path(hf_dir), Path(ckpt_dir)
     _refuse_overlap(source, target)
-    spec = model_spec(ModelChoice(name=name, flavor=flavor), assets=source)
+    choice = hf_choice(source, flavor=flavor)
+    if name is not None:
+        own = choice.section if choice.name == name else {}
+        choice = ModelChoice(name=name, flavor=flavor, section={**own, **(section or {})})
+    spec = model_spec(choice, assets=source)
     adapter = _adapter(spec, assets=None)
     found = adapter.check_folder(source)
     infos = {ours: found[theirs] for ours, theirs in adapter.names.items() if theirs in found}
     if adapter.size.tied:
         infos[HEAD] = infos[EMBEDDING]
-    _refuse_added(adapter, infos, name=name)
+    infos.update({name: found[name] for name in found if adapter.is_added(name)})
     hf_folder.require_space(target, sum(info.nbytes for info in infos.values()) + _OVERHEAD_BYTES)
     with hf_folder.replaced_folder(target, marker=MARKER, overwrite=overwrite) as folder:
         state_dict = {ours: hf_folder.load_tensor(info) for ours, info in infos.items()}
+        state_dict.update(_fresh(spec, have=state_dict, seed=seed))
         with _one_process():
             dcp.save(state_dict, checkpoint_id=folder, no_dist=True)
         _copy_assets(source, folder / ASSETS)
         hf_folder.write_json(folder / ASSETS / HF_KEYS, sorted(found))
-        (folder / CONFIG).write_text(_config_text(name, flavor), encoding="utf-8")
+        (folder / CONFIG).write_text(_config_text(choice), encoding="utf-8")
         hf_folder.write_json(folder / MARKER, {"from": str(source), "tensors": len(infos)})
     return target
 
@@ -107,7 +125,8 @@ def convert_to_hf(
     checkpoint, target = find_checkpoint(ckpt_dir), Path(hf_dir)
     _refuse_overlap(checkpoint, target)
     assets = checkpoint / ASSETS
-    spec = model_spec(choice or read_choice(checkpoint), assets=assets)
+    choice = choice or read_choice(checkpoint)
+    spec = model_spec(choice, assets=assets)
     adapter = _adapter(spec, assets=assets)
     stored = _stored_tensors(checkpoint, adapter=adapter)
     sources = _exported_names(stored, adapter=adapter, assets=assets)
@@ -126,9 +145,11 @@ def convert_to_hf(
             _copy_assets(assets, folder)
         hf_folder.write_weights(folder, sizes, load=load, max_shard_bytes=max_shard_bytes)
         written = cast or stored[EMBEDDING].properties.dtype
-        hf_folder.write_json(
-            folder / "config.json", _export_config(adapter.size, assets=assets, dtype=written)
-        )
+        config = _export_config(adapter.size, assets=assets, dtype=written)
+        config.pop(HF_SECTION, None)
+        if choice.name != "ar":
+            config[HF_SECTION] = {"name": choice.name, "section": asdict(_section(choice))}
+        hf_folder.write_json(folder / "config.json", config)
         hf_folder.write_json(folder / MARKER, {"from": str(checkpoint), "tensors": len(sizes)})
     return target
 
@@ -136,15 +157,49 @@ def convert_to_hf(
 def model_spec(choice: ModelChoice, *, assets: Path | None) -> ModelSpec:
     """The model of a method and flavor, as :mod:`torchtitan_ext.registry` knows it."""
     path = str(assets) if assets is not None else None
-    return registry.method(choice.name).model_registry(choice.flavor, attention="dense", hf_assets_path=path)
+    section = _section(choice)
+    own = {} if section is None else {"section": section}
+    return registry.method(choice.name).model_registry(
+        choice.flavor, attention="dense", hf_assets_path=path, **own
+    )
+
+
+def _section(choice: ModelChoice) -> Any:
+    """The method's own section, or None for a method without one."""
+    section = getattr(registry.method(choice.name), "Section", None)
+    if section is None:
+        return None
+    try:
+        return section(**choice.section)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"[{choice.name}]: {error}") from error
+
+
+def hf_choice(folder: Path, *, flavor: str = "hf") -> ModelChoice:
+    """The method that a Hugging Face folder was exported from, ``ar`` where it does not say."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    own = config.get(HF_SECTION, {}) if isinstance(config, dict) else {}
+    return ModelChoice(name=own.get("name", "ar"), flavor=flavor, section=own.get("section", {}))
+
+
+def _fresh(spec: ModelSpec, *, have: Collection[str], seed: int) -> dict[str, torch.Tensor]:
+    """Initial values of the parameters that are not there yet."""
+    with torch.device("meta"):
+        model = spec.model.build()
+    wanted = [name for name in model.state_dict() if name not in have]
+    if wanted:
+        logger.info(f"{len(wanted)} parameters of {spec.name} start fresh: {', '.join(wanted)}")
+    return draw(model, wanted, seed=seed)
 
 
 def read_choice(checkpoint: Path) -> ModelChoice:
     """Method and flavor from the ``config.toml`` of a checkpoint."""
     path = checkpoint / CONFIG
     try:
-        section = tomllib.loads(path.read_text(encoding="utf-8"))["model"]
-        return ModelChoice(name=section["name"], flavor=section["flavor"])
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        name = tables["model"]["name"]
+        return ModelChoice(name=name, flavor=tables["model"]["flavor"], section=tables.get(name, {}))
     except FileNotFoundError:
         raise UserError(
             f"{path} not found; give --model.name and --model.flavor of this checkpoint"
@@ -179,16 +234,6 @@ def _adapter(spec: ModelSpec, *, assets: Path | None) -> HFAdapter:
     if adapter_class is None or not issubclass(adapter_class, HFAdapter):
         raise UserError(f"model {spec.name!r} has no Hugging Face names")
     return adapter_class(spec.model, str(assets) if assets is not None else None)
-
-
-def _refuse_added(adapter: HFAdapter, infos: dict[str, Any], *, name: str) -> None:
-    """A checkpoint must be complete to be loaded; a method's own parameters are not in the folder."""
-    added = sorted(set(model_shapes(adapter.model_config)) - set(infos))
-    if added:
-        raise UserError(
-            f"method {name!r} adds {len(added)} parameters that the folder does not have ({added[0]}, ...); "
-            "train from the folder itself with [checkpoint] initial_load_in_hf = true"
-        )
 
 
 def _stored_tensors(checkpoint: Path, *, adapter: HFAdapter) -> dict[str, TensorStorageMetadata]:
@@ -283,7 +328,7 @@ def _refuse_overlap(source: Path, target: Path) -> None:
         raise UserError(f"the output {target} must lie outside the input {source}, and not around it")
 
 
-def _config_text(name: str, flavor: str) -> str:
-    section = {"name": name, "flavor": flavor, "hf_assets_path": ASSETS}
-    # A JSON string is a valid TOML basic string.
-    return "[model]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
+def _config_text(choice: ModelChoice) -> str:
+    section = {"name": choice.name, "flavor": choice.flavor, "hf_assets_path": ASSETS}
+    own = _section(choice)
+    return toml_text({"model": section, **({} if own is None else {choice.name: asdict(own)})})

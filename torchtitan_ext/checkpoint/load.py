@@ -6,6 +6,7 @@ attention, evaluation mode, no gradients.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from torchtitan_ext import models
 from torchtitan_ext.backbones import HFAdapter
 from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD
 from torchtitan_ext.checkpoint import assets, hf_folder, whole
+from torchtitan_ext.checkpoint.convert import hf_choice
 from torchtitan_ext.data.encoders import resolve_bos
 from torchtitan_ext.data.tokenizer_cores import read_json
 from torchtitan_ext.data.tokenizers import Tokenizer, find_hf, find_tiktoken
@@ -177,8 +179,12 @@ def _native_config(folder: Path) -> Any:
 def _hf_config(folder: Path) -> Any:
     from torchtitan_ext.trainer import default_config
 
-    config = default_config({"name": "ar"})
-    config.model.name, config.model.flavor = "ar", "hf"
+    choice = hf_choice(folder)
+    config: Any = default_config({"name": choice.name})
+    config.model.name, config.model.flavor = choice.name, "hf"
+    if choice.section:
+        section = getattr(config, choice.name)
+        setattr(config, choice.name, dataclasses.replace(section, **choice.section))
     config.model.hf_assets_path = str(folder)
     config.model.attention = "dense"
     return config
@@ -239,6 +245,7 @@ def _load_hf(model: nn.Module, folder: Path, *, spec: ModelSpec) -> None:
         raise UserError(f"{folder}: model {spec.name!r} has no Hugging Face names")
     adapter = adapter_class(spec.model, None)
     found = adapter.check_folder(folder)
+    # A method's own parameters keep their names in a folder.
     names = {name: adapter.names.get(name, name) for name in model.state_dict()}
     if adapter.size.tied:
         names[HEAD] = names[EMBEDDING]
