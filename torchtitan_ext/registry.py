@@ -12,6 +12,7 @@ from torchtitan_ext.errors import unknown
 
 METHODS: dict[str, str] = {
     "ar": "torchtitan_ext.methods.ar",
+    "looped": "torchtitan_ext.methods.looped",
     "t2mlr": "torchtitan_ext.methods.t2mlr",
 }
 

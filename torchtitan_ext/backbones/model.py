@@ -25,9 +25,6 @@ from torchtitan_ext.backbones.sharding import set_backbone_sharding
 from torchtitan_ext.backbones.sizes import BackboneSize
 from torchtitan_ext.errors import UserError
 
-INIT_STD = 0.02
-"""Standard deviation of every matrix before the residual scaling."""
-
 AttentionBackend = Literal["dense", "flex", "varlen"]
 
 
@@ -114,7 +111,8 @@ def build_block(size: BackboneSize, *, layer_id: int, attention: str, context: i
     ``layer_id`` is what a KV cache files the block under; ``context`` bounds the rotary table.
     """
     q_dim, kv_dim = size.n_heads * size.head_dim, size.n_kv_heads * size.head_dim
-    residual_std = INIT_STD / (2 * size.n_layers) ** 0.5
+    std = size.init_std
+    residual_std = std / (2 * size.n_layers) ** 0.5
     return BackboneBlock.Config(
         attention_norm=_norm(size.dim, size),
         ffn_norm=_norm(size.dim, size),
@@ -125,8 +123,8 @@ def build_block(size: BackboneSize, *, layer_id: int, attention: str, context: i
             head_dim=size.head_dim,
             qkv_linear=QKVLinear.Config(
                 head_dim=size.head_dim,
-                wq=_linear(size.dim, q_dim, bias=size.qkv_bias),
-                wkv=_linear(size.dim, kv_dim, bias=size.qkv_bias),
+                wq=_linear(size.dim, q_dim, std=std, bias=size.qkv_bias),
+                wkv=_linear(size.dim, kv_dim, std=std, bias=size.qkv_bias),
             ),
             wo=_linear(q_dim, size.dim, std=residual_std),
             qk_norm=_norm(size.head_dim, size) if size.qk_norm else None,
@@ -134,16 +132,16 @@ def build_block(size: BackboneSize, *, layer_id: int, attention: str, context: i
             rope=CosSinRoPE.Config(dim=size.head_dim, max_seq_len=context, theta=size.rope_theta),
         ),
         feed_forward=FeedForward.Config(
-            w1=_linear(size.dim, size.ffn_dim),
+            w1=_linear(size.dim, size.ffn_dim, std=std),
             w2=_linear(size.ffn_dim, size.dim, std=residual_std),
-            w3=_linear(size.dim, size.ffn_dim),
+            w3=_linear(size.dim, size.ffn_dim, std=std),
         ),
     )
 
 
 def root_fields(size: BackboneSize) -> dict[str, Any]:
     """Keyword arguments of ``Decoder.Config`` for everything outside the blocks."""
-    init = {"weight": skip_param_init if size.tied else partial(nn.init.normal_, std=INIT_STD)}
+    init = {"weight": skip_param_init if size.tied else partial(nn.init.normal_, std=size.init_std)}
     return {
         "dim": size.dim,
         "vocab_size": size.vocab_size,
@@ -151,7 +149,7 @@ def root_fields(size: BackboneSize) -> dict[str, Any]:
             num_embeddings=size.vocab_size, embedding_dim=size.dim, param_init=init
         ),
         "norm": _norm(size.dim, size),
-        "lm_head": _linear(size.dim, size.vocab_size),
+        "lm_head": _linear(size.dim, size.vocab_size, std=size.init_std),
         "enable_weight_tying": size.tied,
     }
 
@@ -175,9 +173,7 @@ def build_config(size: BackboneSize, *, attention: str, max_seq_len: int | None 
     return Backbone.Config(size=size, attention=backend, layers=blocks, **root_fields(size))
 
 
-def _linear(
-    in_features: int, out_features: int, *, bias: bool = False, std: float = INIT_STD
-) -> Linear.Config:
+def _linear(in_features: int, out_features: int, *, std: float, bias: bool = False) -> Linear.Config:
     init: dict[str, Any] = {"weight": partial(nn.init.normal_, std=std)}
     if bias:
         init["bias"] = nn.init.zeros_

@@ -76,6 +76,9 @@ class BackboneSize:
     mask_token_id: int | None = None
     """The token that stands for a masked position, None where the model has none."""
 
+    init_std: float = 0.02
+    """Standard deviation of a fresh matrix; narrow models need more than the published ones' 0.02."""
+
     def __post_init__(self) -> None:
         positive = (
             "n_layers",
@@ -239,6 +242,17 @@ SIZES: dict[str, BackboneSize] = {
     "smollm2-1.7B": _SMOLLM2_1_7B,
     "smollm2-debug": _debug(_SMOLLM2_135M),
     # Large enough to learn spelling in minutes of a CPU, for demonstrations on bytes.
+    # For synthetic tasks, layers x dim; the vocabulary holds the tasks' own ids.
+    "smollm2-task-2x64": replace(
+        _debug(_SMOLLM2_135M, n_kv_heads=4), n_layers=2, ffn_dim=256, rope_theta=1e4, init_std=64**-0.5
+    ),
+    "smollm2-task-4x384": replace(
+        _debug(_SMOLLM2_135M, head_dim=64), dim=384, n_heads=6, n_kv_heads=6, ffn_dim=1024, rope_theta=1e4
+    ),
+    # The T2MLR paper's parameter-matched baseline: the 135M model at width 584.
+    "smollm2-135M-584": replace(_SMOLLM2_135M, dim=584),
+    # The T2MLR paper's 1B model; it states 1B parameters and 32 layers' bands, the rest is ours.
+    "smollm2-1B": replace(_SMOLLM2_1_7B, n_layers=32, dim=1536, n_heads=24, n_kv_heads=8, ffn_dim=5120),
     "smollm2-tiny": replace(_debug(_SMOLLM2_135M, head_dim=32), dim=192, n_heads=6, ffn_dim=512),
     "qwen2_5-1.5B": _QWEN2_5_1_5B,
     "qwen2_5-debug": _debug(_QWEN2_5_1_5B),
@@ -264,7 +278,14 @@ def lookup(flavor: str) -> BackboneSize:
     return SIZES[flavor]
 
 
-_UNRELATED_TO_LOGITS = {"bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id", "context"}
+_UNRELATED_TO_LOGITS = {
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "mask_token_id",
+    "context",
+    "init_std",
+}
 
 
 def differences(first: BackboneSize, second: BackboneSize) -> list[str]:

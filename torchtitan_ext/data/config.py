@@ -1,9 +1,11 @@
 """The keys of ``[dataloader]`` that name data, and of each ``[[dataloader.sources]]`` table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.components.dataloader import BaseDataLoader
+
+from torchtitan_ext.data.tasks.config import TaskSection
 
 
 @dataclass(kw_only=True, slots=True)
@@ -11,7 +13,8 @@ class SourceFields(BaseDataLoader.Config):
     """One data set: which, where, and how its records become documents."""
 
     dataset: str = "stdlib"
-    """Name in the registry: stdlib, text, chat, c4, fineweb_edu, or one that was registered."""
+    """Name in the registry: stdlib, text, chat, c4, fineweb_edu, a task (group_retrieval,
+    variable_assignment, prosqa_hard), or one that was registered."""
 
     dataset_path: str | None = None
     """A file, a glob or a folder (text, chat, c4, fineweb_edu), or a hub name (chat, c4, fineweb_edu)."""
@@ -38,6 +41,9 @@ class SourceFields(BaseDataLoader.Config):
 
     broken_lines: Literal["error", "skip"] = "error"
     """A record that cannot be read ends the run, or is left out and counted."""
+
+    task: TaskSection = field(default_factory=TaskSection)
+    """What the samples of a task look like; other data sets have no use for it."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -30,6 +30,7 @@ from torchtitan_ext.data.sources import (
 )
 from torchtitan_ext.data.streaming import HubStream, HubTable, first_records, load_streamed
 from torchtitan_ext.data.streams import Encoder, Feed
+from torchtitan_ext.data.tasks import TASKS, TaskSection, build_task, used_knobs
 from torchtitan_ext.errors import UserError, unknown
 
 
@@ -158,12 +159,17 @@ def _build_fineweb_edu(fields: SourceFields, context: Context) -> Built:
     return _plain_text(HubStream(data, name="fineweb_edu", keep=keep), fields, context)
 
 
+def _build_task(fields: SourceFields, context: Context) -> Built:
+    return Built(*build_task(fields, context))
+
+
 DATASETS: dict[str, DatasetEntry] = {
     "stdlib": DatasetEntry(build=_build_stdlib),
     "text": DatasetEntry(build=_build_text),
     "chat": DatasetEntry(build=_build_chat, keeps_whole=True),
     "c4": DatasetEntry(build=_build_c4),
     "fineweb_edu": DatasetEntry(build=_build_fineweb_edu),
+    **{name: DatasetEntry(build=_build_task, keeps_whole=True) for name in TASKS},
 }
 
 
@@ -189,12 +195,16 @@ def build_feed(fields: SourceFields, context: Context) -> Feed:
     entry = entry_of(fields)
     if fields.held_out is not None and not 0 <= fields.held_out < 1:
         raise UserError(f"{context.where}: held_out is {fields.held_out}, expected 0 <= held_out < 1")
+    if fields.dataset not in TASKS and fields.task != TaskSection():
+        raise UserError(f"{context.where}: the section task belongs to the data sets {', '.join(TASKS)}")
     source, encode = entry.build(fields, context)
     if source.size == 0:
         path = f" at {fields.dataset_path!r}" if fields.dataset_path else ""
         raise UserError(f"{context.where}: no document in split {fields.split!r}{path}")
     description: dict[str, Any] = {key: getattr(fields, key) for key in _DESCRIBED}
     description["documents"] = source.size
+    if fields.dataset in TASKS:
+        description["task"] = used_knobs(fields)
     name, weight = fields.dataset, 1.0
     if isinstance(fields, Source):
         name, weight = fields.name or fields.dataset, fields.weight

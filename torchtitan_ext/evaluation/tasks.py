@@ -1,0 +1,327 @@
+"""Accuracy on the synthetic tasks against the length of their samples (T2MLR, Figure 4).
+
+Tasks with targets at the positions of their inputs take one forward a batch;
+tasks in words are decoded greedily with the method's own decoder.
+
+Shape suffixes: B = batch, L = sequence length, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.models.common.decoder import Decoder as TitanDecoder
+
+from torchtitan_ext import attention, masks
+from torchtitan_ext.backbones import Backbone
+from torchtitan_ext.checkpoint.load import LoadedModel
+from torchtitan_ext.data.config import SourceFields
+from torchtitan_ext.data.tasks import TASKS, Task, TaskSection, TaskSource, TextTask, TokenTask, make_task
+from torchtitan_ext.data.tasks.build import encode_text
+from torchtitan_ext.decoding import Decoder, decoder_for
+from torchtitan_ext.errors import UserError
+
+SPLIT = "test"
+"""Neither training nor validation draws these samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthResult:
+    """Scores on samples of one length."""
+
+    length: int
+    """In the task's own measure: actions, copies or edges."""
+
+    samples: int
+    """Number of samples."""
+
+    token_accuracy: float
+    """Share of right tokens among all targets."""
+
+    exact_match: float
+    """Share of samples without a wrong token."""
+
+    answer_accuracy: float | None = None
+    """Share of samples whose final answer is right; None for tasks without steps to it."""
+
+    trained: bool | None = None
+    """Whether the length is within the trained range; None when that is not known."""
+
+
+class Score:
+    """Adds up samples of one length."""
+
+    def __init__(self) -> None:
+        self.samples = self.tokens = self.right_tokens = self.exact = 0
+        self.answers: int | None = None
+
+    def add(self, right: Sequence[int], targets: Sequence[int], *, answers: int | None = None) -> None:
+        """Samples with their numbers of right tokens and of targets, and how many answers are right."""
+        self.samples += len(right)
+        self.right_tokens += sum(right)
+        self.tokens += sum(targets)
+        self.exact += sum(r == t for r, t in zip(right, targets, strict=True))
+        if answers is not None:
+            self.answers = (self.answers or 0) + answers
+
+    def result(self, length: int, *, trained: bool | None) -> LengthResult:
+        """The shares."""
+        return LengthResult(
+            length=length,
+            samples=self.samples,
+            token_accuracy=self.right_tokens / self.tokens,
+            exact_match=self.exact / self.samples,
+            answer_accuracy=None if self.answers is None else self.answers / self.samples,
+            trained=trained,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSetup:
+    """What a task in words needs besides the model."""
+
+    tokenizer: Any
+    """The one the model was trained with."""
+
+    decode: Decoder
+    """The method's decoder."""
+
+    add_bos: bool = False
+    """Whether prompts start with BOS, as in training."""
+
+    stop_ids: Collection[int] = ()
+    """Tokens that end an answer."""
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> TextSetup:
+        """That of a loaded model."""
+        return cls(
+            tokenizer=loaded.tokenizer,
+            decode=decoder_for(loaded.method),
+            add_bos=loaded.add_bos,
+            stop_ids=loaded.stop_ids,
+        )
+
+
+def evaluate_lengths(
+    model: nn.Module,
+    task: Task,
+    lengths: Sequence[int],
+    *,
+    samples: int = 256,
+    batch_size: int = 64,
+    seed: int = 0,
+    trained_maximum: int | None = None,
+    text: TextSetup | None = None,
+    on_result: Callable[[LengthResult], None] | None = None,
+) -> list[LengthResult]:
+    """Scores on ``samples`` samples of every length; the same samples for every model.
+
+    ``trained_maximum``: the greatest length in training, to mark those beyond it.
+    ``text``: needed for tasks in words. ``on_result``: called with each length's scores.
+    Errors: UserError, before the first forward, for lengths that the task does not have or the
+    model cannot hold.
+    """
+    if samples < 1 or batch_size < 1:
+        raise UserError(f"samples ({samples}) and batch size ({batch_size}) must be 1 or more")
+    tasks = [task.at_length(length) for length in lengths]
+    if isinstance(task, TextTask) and text is None:
+        raise ValueError(f"the task {task.name!r} needs a tokenizer and a decoder")
+    for one in tasks:
+        _check_fits(model, one, text=text)
+    results = []
+    for length, one in zip(lengths, tasks, strict=True):
+        source, score = TaskSource(one, seed=seed, split=SPLIT), Score()
+        for begin in range(0, samples, batch_size):
+            batch = [source.read(i) for i in range(begin, min(begin + batch_size, samples))]
+            if isinstance(one, TokenTask):
+                _score_in_place(model, one, batch, into=score)
+            else:
+                assert isinstance(one, TextTask) and text is not None
+                _score_decoded(model, one, batch, text=text, into=score)
+        trained = None if trained_maximum is None else length <= trained_maximum
+        results.append(score.result(length, trained=trained))
+        if on_result is not None:
+            on_result(results[-1])
+    return results
+
+
+def _check_fits(model: nn.Module, task: Task, *, text: TextSetup | None) -> None:
+    """Errors: UserError when a sample or its tokens do not fit the model."""
+    if not isinstance(model, TitanDecoder):
+        return
+    config = model.config
+    assert isinstance(config, TitanDecoder.Config)
+    if isinstance(task, TokenTask):
+        needed, formula = task.tokens_of_length(task.longest), f" ({task.size_in_words()})"
+        if task.vocabulary > config.vocab_size:
+            raise UserError(
+                f"the task {task.name!r} needs a vocabulary of {task.vocabulary}, "
+                f"the model has {config.vocab_size}"
+            )
+    else:
+        assert isinstance(task, TextTask) and text is not None
+        parts = encode_text(text.tokenizer, task.longest_sample(), add_bos=text.add_bos)
+        needed, formula = sum(len(part) for part in parts), ""
+    if needed > config.max_seq_len:
+        raise UserError(
+            f"{task.name}: length {task.longest} needs {needed} tokens{formula}, "
+            f"the model's context has {config.max_seq_len}"
+        )
+
+
+# --- targets at the positions of the inputs --------------------------------------------
+
+
+def attention_masks(model: Any, positions_BL: torch.Tensor) -> Any:
+    """The model's masks; torchtitan's own models get those of the attention put into them."""
+    if isinstance(model, TitanDecoder) and not isinstance(model, Backbone):
+        first = getattr(model.config, "first_attention", None)
+        backend = attention.backend_of(first.inner_attention) if first is not None else None
+        if backend is not None:
+            return attention.build_mask(masks.causal_document(positions_BL), backend)
+    return model.get_attention_masks(positions=positions_BL)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+@torch.no_grad()
+def _score_in_place(model: nn.Module, task: TokenTask, batch: Sequence[Any], *, into: Score) -> None:
+    """One forward; samples of one length have one number of tokens, so there is no padding."""
+    documents = [task.document(sample) for sample in batch]
+    device = _device_of(model)
+    tokens_BL = torch.from_numpy(np.stack([d.tokens for d in documents])).to(device)
+    labels_BL = torch.from_numpy(np.stack([d.labels for d in documents])).to(device)
+    positions_BL = torch.arange(tokens_BL.shape[1], device=device).expand_as(tokens_BL).contiguous()
+    logits_BLV = model(
+        tokens_BL, positions=positions_BL, attention_masks=attention_masks(model, positions_BL)
+    )
+    wanted_BL = labels_BL != IGNORE_INDEX
+    right_BL = wanted_BL & (logits_BLV.argmax(dim=-1) == labels_BL)
+    into.add(right_BL.sum(dim=1).tolist(), wanted_BL.sum(dim=1).tolist())
+
+
+# --- tasks in words --------------------------------------------------------------------
+
+
+def _score_decoded(
+    model: nn.Module, task: TextTask, batch: Sequence[Any], *, text: TextSetup, into: Score
+) -> None:
+    """Greedy decoding; what follows a whole answer without EOS is not looked at."""
+    encoded = [encode_text(text.tokenizer, sample, add_bos=text.add_bos) for sample in batch]
+    generation = text.decode(
+        model,
+        [prompt for prompt, _ in encoded],
+        max_new_tokens=max(len(answer) for _, answer in encoded),
+        stop_ids=text.stop_ids,
+        bos_id=text.tokenizer.bos_id,
+    )
+    right, answers = [], 0
+    for sample, (_, target), row in zip(batch, encoded, generation, strict=True):
+        new = list(row.new_tokens)[: len(target)]
+        right.append(sum(a == b for a, b in zip(new, target, strict=False)))
+        said = text.tokenizer.decode(row.new_tokens)
+        answers += task.final_answer(said) == task.final_answer(sample["answer"])
+    into.add(right, [len(target) for _, target in encoded], answers=answers)
+
+
+# --- what to evaluate ------------------------------------------------------------------
+
+
+def task_of_run(
+    name: str, config: Any, *, overrides: Mapping[str, Any] | None = None, length: int | None = None
+) -> tuple[Task, int | None]:
+    """A task with the knobs of a run's config, and the greatest length in its training.
+
+    ``overrides``: knobs that take another value. ``length``: the only length, if given. No greatest
+    length when the run was trained on other data, or on the task with other knobs.
+    Errors: UserError for an unknown task and for knobs it does not have or that do not fit.
+    """
+    sources: list[SourceFields] = list(config.dataloader.sources) or [config.dataloader]
+    own = next((source.task for source in sources if source.dataset == name), None)
+    knobs = replace(own or TaskSection(), **(overrides or {}))
+    trained = make_task(name, knobs, where="dataloader.task").longest if knobs == own else None
+    if length is not None and name in TASKS:
+        knobs = TASKS[name].knobs_at(knobs, length)
+    return make_task(name, knobs, where="task"), trained
+
+
+def parse_lengths(text: str) -> list[int]:
+    """``1:32`` (both ends), ``1:32:4`` (every fourth), ``1,2,4``, ``16``, or several of these with commas.
+
+    Errors: UserError for anything else.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        pieces = part.strip().split(":")
+        if len(pieces) > 3 or not all(p.isascii() and p.isdigit() for p in pieces):
+            raise UserError(f"lengths {text!r}: got {part.strip()!r}, expected 16, 1:32 or 1:32:4")
+        numbers = [int(p) for p in pieces]
+        if len(numbers) == 1:
+            numbers *= 2
+        first, last, step = numbers if len(numbers) == 3 else (*numbers, 1)
+        if first < 1 or last < first or step < 1:
+            raise UserError(f"lengths {text!r}: {part.strip()!r} holds no length of 1 or more")
+        found += range(first, last + 1, step)
+    return sorted(set(found))
+
+
+# --- what comes out --------------------------------------------------------------------
+
+
+def header(*, answers: bool) -> str:
+    """The first line of the table."""
+    line = f"{'length':>6}  {'samples':>7}  {'token accuracy':>14}  {'exact match':>11}"
+    return line + (f"  {'answer':>7}" if answers else "") + "  range"
+
+
+def row(result: LengthResult) -> str:
+    """One line of the table."""
+    where = {True: "trained", False: "beyond", None: "-"}[result.trained]
+    numbers = f"{result.length:>6}  {result.samples:>7}  {result.token_accuracy:>14.2%}"
+    answer = "" if result.answer_accuracy is None else f"  {result.answer_accuracy:>7.2%}"
+    return f"{numbers}  {result.exact_match:>11.2%}{answer}  {where}"
+
+
+def records(results: Sequence[LengthResult]) -> list[dict[str, Any]]:
+    """The results as plain data."""
+    return [asdict(result) for result in results]
+
+
+@contextmanager
+def whole_file(path: Path) -> Generator[Path]:
+    """A sibling to write to, which takes the path's name when the block ends without an error.
+
+    Errors: UserError when the folder or the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def write_csv(path: Path, results: Sequence[LengthResult]) -> None:
+    """One line a length, with a header; what is not known is empty."""
+    with whole_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(LengthResult)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records(results))
