@@ -3,6 +3,7 @@
     python tools/compare.py bench
     python tools/compare.py bench --only decode --rounds 9 --model-dir ./assets/SmolLM2-135M-Instruct
     python tools/compare.py bench --quick --json bench.json --markdown bench.md
+    python tools/compare.py lengths RUN1 RUN2 --task group_retrieval --lengths 1:32 --at 16,32 --png out.png
 
 The table goes to stdout, progress to stderr.
 """
@@ -16,14 +17,17 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan_ext.checkpoint.load import LoadedModel, load_model
+from torchtitan_ext.data.tasks import TASKS
 from torchtitan_ext.errors import UserError, run_cli
-from torchtitan_ext.evaluation import bench
+from torchtitan_ext.evaluation import bench, plots, tasks
 
 HEADER = ("what", "ours", "peer", "ratio", "rounds", "goal")
 
@@ -33,7 +37,20 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     _add_bench(commands.add_parser("bench", help="speed, as ratios of one run"))
+    _add_lengths(commands.add_parser("lengths", help="accuracy of several runs on a task, length by length"))
     return parser
+
+
+def _add_lengths(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("runs", nargs="+", metavar="RUN", help="dump folders or checkpoints")
+    add("--task", required=True, help=f"synthetic task: {', '.join(TASKS)}")
+    add("--lengths", required=True, help="1:32, 1:32:4, 1,2,4,8 or 16")
+    add("--at", required=True, help="lengths shown in the table, such as 16,32")
+    add("--samples", type=int, default=256, help="for each length (default: %(default)s)")
+    add("--png", type=Path, metavar="FILE", help="draw accuracy against length")
+    add("--csv", type=Path, metavar="FILE", help="write every run's score at every length")
+    command.set_defaults(run=run_lengths)
 
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
@@ -78,6 +95,59 @@ def run_bench(args: argparse.Namespace) -> None:
         write(args.markdown, text)
 
 
+def run_lengths(args: argparse.Namespace) -> None:
+    """Evaluate the runs on the same samples, print one table, draw one picture."""
+    lengths, shown = tasks.parse_lengths(args.lengths), tasks.parse_lengths(args.at)
+    if not set(shown) <= set(lengths):
+        raise UserError(f"--at {args.at} must be among --lengths {args.lengths}")
+    if args.png is not None:
+        plots.check_can_draw()
+    curves: dict[str, list[tasks.LengthResult]] = {}
+    lines = [("run", "parameters", "steps", "seconds", *(f"token accuracy at {n}" for n in shown))]
+    task = trained = None
+    for path in args.runs:
+        loaded = load_model(path)
+        task, trained = tasks.task_of_run(args.task, loaded.config, length=lengths[0])
+        results = tasks.evaluate_lengths(
+            loaded.model, task, lengths, samples=args.samples, trained_maximum=trained
+        )
+        name = Path(path).name if Path(path).name not in curves else str(path)
+        curves[name] = results
+        by_length = {result.length: result for result in results}
+        lines.append((name, *facts(Path(path), loaded), *(percent(by_length[n]) for n in shown)))
+    assert task is not None
+    print(aligned(lines))
+    if args.csv is not None:
+        header = "run,length,samples,token_accuracy,exact_match\n"
+        rows = (
+            f"{name},{r.length},{r.samples},{r.token_accuracy},{r.exact_match}\n"
+            for name, results in curves.items()
+            for r in results
+        )
+        write(args.csv, header + "".join(rows))
+    if args.png is not None:
+        plots.draw_lengths(
+            args.png,
+            curves,
+            trained_maximum=trained,
+            length_is=task.length_is,
+            title=tasks.describe(task),
+        )
+
+
+def percent(result: tasks.LengthResult) -> str:
+    """Token accuracy for people."""
+    return f"{100 * result.token_accuracy:.2f}%"
+
+
+def facts(path: Path, loaded: LoadedModel) -> tuple[str, str, str]:
+    """Parameters of a run, and the steps and seconds its trainer noted."""
+    parameters = sum(p.numel() for p in loaded.model.parameters())
+    note = path / "run.json"
+    told = json.loads(note.read_text()) if note.is_file() else {}
+    return f"{parameters:,}", str(told.get("step", "?")), f"{told.get('seconds', float('nan')):.0f}"
+
+
 def write(path: Path, text: str) -> None:
     """Write the whole file or nothing."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -91,8 +161,12 @@ def write(path: Path, text: str) -> None:
 
 def table(report: bench.Report) -> str:
     """The rows as an aligned Markdown table."""
-    lines = [HEADER, *(_cells(row) for row in report.rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+    return aligned([HEADER, *(_cells(row) for row in report.rows)])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """A header and rows as a Markdown table whose columns line up."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     padded = [
         [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs)]

@@ -16,18 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
 from torchtitan_ext.checkpoint.load import LoadedModel, load_model
 from torchtitan_ext.data.tasks import TASKS, Task, TextTask
+from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, run_cli, unknown
 from torchtitan_ext.evaluation import plots, tasks
-
-KNOBS = ("group", "key_length", "alphabet", "chains", "nodes")
-"""Knobs that a flag overrides; the lengths come from --lengths."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add("--samples", type=int, default=256, help="for each length (default: %(default)s)")
     add("--batch-size", type=int, default=64, help="samples in a forward (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the samples (default: %(default)s)")
-    for knob in KNOBS:
+    for knob in tasks.KNOBS:
         add(f"--{knob.replace('_', '-')}", type=int, help=f"{knob} of the task instead of the checkpoint's")
     add("--csv", type=Path, metavar="FILE", help="write the table there")
     add("--png", type=Path, metavar="FILE", help="draw accuracy against length there")
@@ -85,14 +81,14 @@ def check_task_arguments(args: argparse.Namespace) -> None:
 
 def run_task(loaded: LoadedModel, args: argparse.Namespace) -> None:
     """Evaluate on a synthetic task, print, and write what was asked for."""
-    given = {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
+    given = {knob: getattr(args, knob) for knob in tasks.KNOBS if getattr(args, knob) is not None}
     lengths = tasks.parse_lengths(args.lengths) if args.lengths is not None else None
     task, trained = tasks.task_of_run(
         args.task, loaded.config, overrides=given, length=lengths[0] if lengths else None
     )
     lengths = lengths or list(range(1, task.longest + 1))
     head = [
-        f"{loaded.path}: {describe(task)}; length in {task.length_is}",
+        f"{loaded.path}: {tasks.describe(task)}; length in {task.length_is}",
         tasks.header(answers=isinstance(task, TextTask)),
     ]
 
@@ -121,7 +117,7 @@ def run_task(loaded: LoadedModel, args: argparse.Namespace) -> None:
             {loaded.method: results},
             trained_maximum=trained,
             length_is=task.length_is,
-            title=describe(task),
+            title=tasks.describe(task),
         )
 
 
@@ -133,36 +129,11 @@ def report(
         "checkpoint": str(loaded.path),
         "method": loaded.method,
         "task": task.name,
-        "knobs": used(task),
+        "knobs": tasks.used(task),
         "trained_maximum": trained,
         "seed": seed,
         "results": tasks.records(results),
     }
-
-
-def used(task: Task) -> dict[str, int]:
-    """The knobs that the table does not already show as its length."""
-    return {knob: getattr(task.knobs, knob) for knob in task.knobs_used if knob in KNOBS}
-
-
-def describe(task: Task) -> str:
-    """The task and its knobs in one line."""
-    return f"{task.name} ({', '.join(f'{knob} {value}' for knob, value in used(task).items())})"
-
-
-def default_device() -> str:
-    """The accelerator's device type, or ``cpu``."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"
-
-
-def usable_device(name: str) -> str:
-    """The name, refused when this machine or this torch does not have the device."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
-    return name
 
 
 if __name__ == "__main__":

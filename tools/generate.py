@@ -18,13 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
 from torchtitan_ext.checkpoint.load import LoadedModel, load_model
 from torchtitan_ext.decoding import Generation, SamplingParams, TextStream, decoder_for
+from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, run_cli, unknown
 
 
@@ -83,21 +82,6 @@ def main(argv: list[str] | None = None) -> None:
         )
     if args.json:
         print(json.dumps(answers[0] if len(answers) == 1 else {"results": answers}, ensure_ascii=False))
-
-
-def default_device() -> str:
-    """The accelerator's device type, or ``cpu``."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"
-
-
-def usable_device(name: str) -> str:
-    """The name, refused when this machine or this torch does not have the device."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
-    return name
 
 
 def read_prompts(given: Sequence[str], *, file: str | None) -> list[str]:

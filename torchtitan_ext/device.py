@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from torchtitan_ext.errors import UserError
+
 
 def process_memory_bytes() -> int:
     """Resident memory (RSS) of this process in bytes."""
@@ -90,6 +92,21 @@ def cpu_peak_flops() -> float:
         a_NN @ b_NN
         rounds.append(time.perf_counter() - start)
     return 2 * n**3 / min(rounds)
+
+
+def default_device() -> str:
+    """The accelerator's device type, or ``cpu``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def usable_device(name: str) -> str:
+    """The name, refused when this machine or this torch does not have the device."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
+    return name
 
 
 def install() -> None:

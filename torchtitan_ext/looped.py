@@ -64,12 +64,12 @@ class LoopedBackbone(Backbone):
         """"unit": the core is one FSDP unit; "layer": each of its blocks is one."""
 
         def update_from_config(self, *, config, **kwargs) -> None:
-            Backbone.Config.update_from_config(self, config=config, **kwargs)
             if config.parallelism.pipeline_parallel_degree > 1:
                 raise UserError(
                     f"[parallelism] pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree} "
                     "does not work with a recurrent core (allowed: 1)"
                 )
+            Backbone.Config.update_from_config(self, config=config, **kwargs)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

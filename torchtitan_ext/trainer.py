@@ -3,7 +3,9 @@
 It overrides hooks and calls ``super()``; the loop itself is torchtitan's.
 """
 
+import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -140,7 +142,9 @@ class ExtTrainer(Trainer):
         return iter(batches)
 
     def train(self) -> None:
+        begin = time.perf_counter()
         super().train()
+        self._note_run(time.perf_counter() - begin)
         if self._exhausted and self.step > 0:
             # torchtitan leaves its loop without saving when the data ends before the steps do.
             self.checkpointer.save(self.step, last_step=True)
@@ -162,6 +166,20 @@ class ExtTrainer(Trainer):
             prepared = self.objective.prepare(inputs, labels, generator=generator)
             self._local_counts.append(prepared.counts)
             yield prepared.inputs, prepared.labels
+
+    def _note_run(self, seconds: float) -> None:
+        """What this start of the run did, for tools that compare runs: run.json in the dump folder."""
+        if dist.get_rank() != 0:
+            return
+        note = {
+            "step": self.step,
+            "seconds": round(seconds, 3),
+            "ranks": dist.get_world_size(),
+            "tokens_seen_by_rank_0": self.ntokens_seen,
+        }
+        folder = Path(self.config.dump_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text(json.dumps(note, indent=2) + "\n")
 
     def _save_config(self) -> None:
         """The resolved config into the dump folder; after loading, so a refused run replaces nothing."""

@@ -56,6 +56,8 @@ def test_every_published_size_is_there():
 def test_transformers_counts_the_same_parameters(flavor):
     transformers = pytest.importorskip("transformers")
     size = lookup(flavor)
+    if size.dim % size.n_heads and size.family == "smollm2":
+        pytest.skip("transformers refuses a Llama whose heads do not divide its width")
     stand_in = {"llada": "smollm2", "dream": "qwen2_5"}.get(size.family, size.family)
     config = hf_config(replace(size, family=stand_in))
     architecture = getattr(transformers, config["architectures"][0])

@@ -327,3 +327,14 @@ def test_knobs_that_contradict_are_refused():
         Section(start=1, end=2, convergence_tol=0.1, core_sharding="layer")
     with pytest.raises(UserError, match="causal backbone"):
         model_registry("llada-debug", section=Section(start=1, end=2))
+
+
+def test_evaluated_exactly_whatever_the_trained_depth():
+    tokens = tokens_for(rows(12))
+    model = build(forward_depth=3)
+    with torch.no_grad():
+        with model.exact(12):
+            exact = logits(model, tokens, rows(12))
+        trained = logits(model, tokens, rows(12))
+    torch.testing.assert_close(exact, sequential(model, tokens), atol=1e-5, rtol=1e-5)
+    assert (trained - exact).abs().max() > 1e-3

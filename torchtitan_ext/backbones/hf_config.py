@@ -122,7 +122,7 @@ def _transformers_config(size: BackboneSize) -> dict[str, Any]:
         "rope_scaling": None,
         "tie_word_embeddings": size.tied,
         "attention_dropout": 0.0,
-        "initializer_range": 0.02,
+        "initializer_range": size.init_std,
         "use_cache": True,
     }
     if size.family in ("smollm2", "qwen3"):
@@ -137,6 +137,7 @@ def _transformers_config(size: BackboneSize) -> dict[str, Any]:
 def _llada_config(size: BackboneSize) -> dict[str, Any]:
     return {
         "model_type": "llada",
+        "init_std": size.init_std,
         "activation_type": "silu",
         "block_type": "llama",
         "layer_norm_type": "rms",
@@ -193,7 +194,8 @@ def _transformers_size(config: dict[str, Any], *, family: Family) -> BackboneSiz
         tied=bool(config.get("tie_word_embeddings", False)),
         attention="bidirectional" if family == "dream" else "causal",
         context=_int(config, "max_position_embeddings"),
-        **_tokens(config, family=family),
+        init_std=float(config.get("initializer_range", 0.02)),
+        **_tokens(config, family=family),  # pyrefly: ignore[bad-argument-type] - token ids only
     )
 
 
@@ -234,7 +236,8 @@ def _llada_size(config: dict[str, Any]) -> BackboneSize:
         tied=bool(_get(config, "weight_tying")),
         attention="bidirectional",
         context=_int(config, "max_sequence_length"),
-        **_tokens(config, family="llada"),
+        init_std=float(config.get("init_std", 0.02)),
+        **_tokens(config, family="llada"),  # pyrefly: ignore[bad-argument-type] - token ids only
     )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class ExtCheckpointManager(CheckpointManager):
             super()._wait_for_saving()
 
     @contextlib.contextmanager
-    def _undone_on_failure(self) -> Iterator[None]:
+    def _undone_on_failure(self) -> Generator[None]:
         """Remove the checkpoint being written if the operating system refuses, and say so in a line."""
         try:
             yield

@@ -8,6 +8,7 @@ Shape suffixes: B = batch, L = sequence length, V = vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -30,6 +31,9 @@ from torchtitan_ext.data.tasks import TASKS, Task, TaskSection, TaskSource, Text
 from torchtitan_ext.data.tasks.build import encode_text
 from torchtitan_ext.decoding import Decoder, decoder_for
 from torchtitan_ext.errors import UserError
+
+KNOBS = ("group", "key_length", "alphabet", "chains", "nodes")
+"""Knobs that an evaluation may override; lengths are given on their own."""
 
 SPLIT = "test"
 """Neither training nor validation draws these samples."""
@@ -206,11 +210,14 @@ def _score_in_place(model: nn.Module, task: TokenTask, batch: Sequence[Any], *, 
     tokens_BL = torch.from_numpy(np.stack([d.tokens for d in documents])).to(device)
     labels_BL = torch.from_numpy(np.stack([d.labels for d in documents])).to(device)
     positions_BL = torch.arange(tokens_BL.shape[1], device=device).expand_as(tokens_BL).contiguous()
-    logits_BLV = model(
-        tokens_BL, positions=positions_BL, attention_masks=attention_masks(model, positions_BL)
-    )
+    # A model that approximates a recurrence in training is evaluated as it decodes: exactly.
+    exactly: Callable[..., Any] = getattr(model, "exact", contextlib.nullcontext)  # pyrefly: ignore
+    with exactly(tokens_BL.shape[1]):
+        logits_BLV = model(
+            tokens_BL, positions=positions_BL, attention_masks=attention_masks(model, positions_BL)
+        )
     wanted_BL = labels_BL != IGNORE_INDEX
-    right_BL = wanted_BL & (logits_BLV.argmax(dim=-1) == labels_BL)
+    right_BL = logits_BLV.argmax(dim=-1) == labels_BL  # never where the label is to be ignored
     into.add(right_BL.sum(dim=1).tolist(), wanted_BL.sum(dim=1).tolist())
 
 
@@ -257,6 +264,16 @@ def task_of_run(
     if length is not None and name in TASKS:
         knobs = TASKS[name].knobs_at(knobs, length)
     return make_task(name, knobs, where="task"), trained
+
+
+def used(task: Task) -> dict[str, int]:
+    """The knobs that the table does not already show as its length."""
+    return {knob: getattr(task.knobs, knob) for knob in task.knobs_used if knob in KNOBS}
+
+
+def describe(task: Task) -> str:
+    """The task and its knobs in one line."""
+    return f"{task.name} ({', '.join(f'{knob} {value}' for knob, value in used(task).items())})"
 
 
 def parse_lengths(text: str) -> list[int]:

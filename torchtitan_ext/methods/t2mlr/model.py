@@ -3,7 +3,9 @@
 Shape suffixes: B = batch, L = sequence length, D = model dimension.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,6 +90,7 @@ class T2MLRCore(RecurrentCore):
         self.config = config
         self.fusion = config.fusion.build()
         self.statistics: dict[str, torch.Tensor] = {}
+        self.depth = config.forward_depth
 
     def cache(self, h_end_BLD: torch.Tensor, previous_BLD: torch.Tensor) -> torch.Tensor:
         """The token's own recurrent cache, Eq. 2.4."""
@@ -118,7 +121,7 @@ class T2MLRCore(RecurrentCore):
     ) -> torch.Tensor:
         """R_{D_f} of Algorithm 1: position t holds token t - 1's cache."""
         config = self.config
-        depth = config.forward_depth if forward_depth is None else forward_depth
+        depth = self.depth if forward_depth is None else forward_depth
         wanted = torch.is_grad_enabled()
         carries = partial(
             recurrence.carries_gradient,
@@ -193,6 +196,15 @@ class T2MLRCore(RecurrentCore):
 
 class T2MLR(LoopedBackbone):
     """A backbone with a T2MLR core."""
+
+    @contextlib.contextmanager
+    def exact(self, length: int) -> Generator[None]:
+        """Iterate deep enough that sequences of ``length`` are the exact recurrence, as in decoding."""
+        trained, self.core.depth = self.core.depth, max(length, self.core.depth)
+        try:
+            yield
+        finally:
+            self.core.depth = trained
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopedBackbone.Config):
