@@ -12,7 +12,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install -e ".[dev]"
 	touch $@
 
-# The main job: train on two processes, stop, resume, generate.
+# T2MLR against the same transformer without recurrence, trained on two processes.
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch/demo.sh
 
