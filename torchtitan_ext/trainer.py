@@ -220,6 +220,7 @@ class ExtTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Tokens, labels and the model's other inputs, with masks; the loss's under "loss_inputs"."""
         loss_inputs = {k: input_dict.pop(k) for k in self.objective.loss_inputs}
         seen = self.ntokens_seen
         tokens, labels, kwargs = super().post_dataloading_process(input_dict, labels)

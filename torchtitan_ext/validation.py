@@ -47,6 +47,7 @@ class ExtValidator(Validator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Log the loss over the held-out split, a mean over all its tokens."""
         if self.parallel_dims.pp_enabled:
             super().validate(model_parts, step)
             return

@@ -1,6 +1,6 @@
 """The demonstration: T2MLR tracks the state of S3, in and beyond the trained length; its twin does not.
 
-    python -m pytest -m slow tests/e2e/test_s3.py
+python -m pytest -m slow tests/e2e/test_s3.py
 """
 
 from __future__ import annotations

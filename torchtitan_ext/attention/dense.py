@@ -95,6 +95,7 @@ class DenseAttention(Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        """Attention output [B, L, N, H]; keys and values come from the cache where there is one."""
         if isinstance(attention_masks, CachedAttention):
             k_BNTH, v_BNTH = attention_masks.cache.update(self.layer_id, k_BLNH, v_BLNH)
             mask = attention_masks.mask_BQK

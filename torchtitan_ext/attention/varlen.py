@@ -57,6 +57,7 @@ class PackedAttention(VarlenAttention):
         attention_masks: VarlenMask,
         **kwargs,
     ) -> torch.Tensor:
+        """Attention output [B, L, N, H] within the documents of the mask."""
         if not isinstance(attention_masks, VarlenMask):
             raise TypeError(f"varlen attention needs a VarlenMask, got {type(attention_masks).__name__}")
         self.window_size = attention_masks.window

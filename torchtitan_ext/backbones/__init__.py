@@ -8,7 +8,14 @@ from torchtitan_ext.backbones.hf_config import (
     size_from_folder,
     size_from_hf,
 )
-from torchtitan_ext.backbones.model import Backbone, BackboneBlock, build_block, build_config, root_fields
+from torchtitan_ext.backbones.model import (
+    Backbone,
+    BackboneBlock,
+    build_block,
+    build_config,
+    config_fields,
+    root_fields,
+)
 from torchtitan_ext.backbones.sharding import set_backbone_sharding, set_block_sharding
 from torchtitan_ext.backbones.sizes import SIZES, BackboneSize, lookup, same_arithmetic
 
@@ -21,6 +28,7 @@ __all__ = [
     "build_block",
     "build_config",
     "causal_size_for",
+    "config_fields",
     "hf_config",
     "lookup",
     "root_fields",

@@ -3,7 +3,7 @@
 Shape suffixes: B = batch, L = sequence length, D = model dimension, V = vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -171,6 +171,12 @@ def build_config(size: BackboneSize, *, attention: str, max_seq_len: int | None 
     ]
     backend = cast(AttentionBackend, attention)  # build_block has refused any other
     return Backbone.Config(size=size, attention=backend, layers=blocks, **root_fields(size))
+
+
+def config_fields(size: BackboneSize, *, attention: str) -> dict[str, Any]:
+    """Keyword arguments of a backbone's config, for the config of a model that extends it."""
+    plain = build_config(size, attention=attention)
+    return {field.name: getattr(plain, field.name) for field in fields(plain)}
 
 
 def _linear(in_features: int, out_features: int, *, std: float, bias: bool = False) -> Linear.Config:

@@ -140,7 +140,7 @@ def looped_config(section: Section, size: BackboneSize, *, attention: str) -> Lo
     start, end = check_band(*given, n_layers=size.n_layers, section="looped")
     core = LoopedCore.Config(loops=section.loops, n_layers=size.n_layers)
     return Looped.Config(
-        **_inherited(size, attention=attention),
+        **backbones.config_fields(size, attention=attention),
         start=start,
         end=end,
         core=core,
@@ -151,16 +151,10 @@ def looped_config(section: Section, size: BackboneSize, *, attention: str) -> Lo
 def pause_config(section: Section, size: BackboneSize, *, attention: str) -> PauseBackbone.Config:
     """Config of the kind "pause"."""
     return PauseBackbone.Config(
-        **_inherited(size, attention=attention),
+        **backbones.config_fields(size, attention=attention),
         pause_tokens=section.pause_tokens,
         pause_token_id=resolve_pause_id(section.pause_token_id, vocab_size=size.vocab_size),
     )
-
-
-def _inherited(size: BackboneSize, *, attention: str) -> dict[str, Any]:
-    """Keyword arguments of the plain backbone's config."""
-    plain = backbones.build_config(size, attention=attention)
-    return {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
 
 
 def model_registry(

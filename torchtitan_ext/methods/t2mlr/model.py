@@ -4,7 +4,6 @@ Shape suffixes: B = batch, L = sequence length, D = model dimension.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
@@ -306,8 +305,6 @@ def model_registry(
     section = section or Section()
     size = backbones.causal_size_for(flavor, hf_assets_path=hf_assets_path, method="t2mlr")
     start, end = check_band(section.start, section.end, n_layers=size.n_layers, section="t2mlr")
-    plain = backbones.build_config(size, attention=attention)
-    inherited = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     core = T2MLRCore.Config(
         fusion=fusion_config(size.dim, gate_features=section.gate_features),
         forward_depth=section.forward_depth,
@@ -319,7 +316,13 @@ def model_registry(
     return ModelSpec(
         name="t2mlr",
         flavor=flavor,
-        model=T2MLR.Config(**inherited, start=start, end=end, core=core, core_sharding=section.core_sharding),
+        model=T2MLR.Config(
+            **backbones.config_fields(size, attention=attention),
+            start=start,
+            end=end,
+            core=core,
+            core_sharding=section.core_sharding,
+        ),
         parallelize_fn=parallelize_decoder,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
