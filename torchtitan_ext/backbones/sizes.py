@@ -242,9 +242,10 @@ SIZES: dict[str, BackboneSize] = {
     "smollm2-1.7B": _SMOLLM2_1_7B,
     "smollm2-debug": _debug(_SMOLLM2_135M),
     # Large enough to learn spelling in minutes of a CPU, for demonstrations on bytes.
-    # For synthetic tasks, layers x dim; the vocabulary holds the tasks' own ids.
+    # For synthetic tasks, layers x dim; the vocabulary holds the tasks' own ids. The smaller one is
+    # read beyond its trained length: with a high base most of its rotations stay where it has seen them.
     "smollm2-task-2x64": replace(
-        _debug(_SMOLLM2_135M, n_kv_heads=4), n_layers=2, ffn_dim=256, rope_theta=1e4, init_std=64**-0.5
+        _debug(_SMOLLM2_135M, n_kv_heads=4), n_layers=2, ffn_dim=256, rope_theta=1e9, init_std=64**-0.5
     ),
     "smollm2-task-4x384": replace(
         _debug(_SMOLLM2_135M, head_dim=64), dim=384, n_heads=6, n_kv_heads=6, ffn_dim=1024, rope_theta=1e4
