@@ -48,6 +48,7 @@ class VariableAssignment(TextTask):
         return replace(knobs, depth=length)
 
     def sample(self, rng: np.random.Generator) -> dict[str, str]:
+        """One sample: shuffled assignments of several chains, and the number one variable ends on."""
         chains, depth = self.knobs.chains, self.knobs.depth
         letters = rng.choice(len(VARIABLES), size=(chains, depth + 1), replace=False)
         names = [[VARIABLES[i] for i in row] for row in letters]

@@ -138,7 +138,8 @@ class T2MLRCore(RecurrentCore):
             with torch.set_grad_enabled(wanted and carries(k)):
                 h_end_BLD = self.run(self.fusion(h_BLD, recurrent_BLD), attention_masks, positions)
                 new_BLD = self._shift(self.cache(h_end_BLD, recurrent_BLD), starts_BL)
-            change = recurrence.relative_change(new_BLD.detach(), recurrent_BLD.detach())
+            if config.convergence_tol > 0 or k == depth:  # else nobody asks for it
+                change = recurrence.relative_change(new_BLD.detach(), recurrent_BLD.detach())
             recurrent_BLD, used, k = new_BLD, used + 1, k + 1
             if config.convergence_tol > 0 and k < first_with_gradient and self._converged(change):
                 k = first_with_gradient
