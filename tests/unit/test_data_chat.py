@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_data_common import IGNORE, byte_tokenizer, finite_rows, loader, write_jsonl
+from tests.unit.test_data_common import (
+    IGNORE,
+    batch_rows,
+    byte_tokenizer,
+    documents_of,
+    finite_rows,
+    loader,
+    write_jsonl,
+)
 from torchtitan_ext.data import chat_templates
 from torchtitan_ext.data.chat import assistant_spans, encode_conversation, render
 from torchtitan_ext.data.loader import DataLoader
@@ -187,6 +195,37 @@ def test_loader_keeps_conversations_whole(tmp_path):
         for i, p in enumerate(positions):
             # Every document starts with the user's marker or is padding.
             assert p > 0 or tokens[i] in (ord("<"), tokenizer.pad_id)
+
+
+@settings(deadline=None, max_examples=25)
+@given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=14), seq_len=st.integers(64, 130))
+def test_conversations_are_packed_and_those_that_do_not_fit_are_counted(tmp_path_factory, sizes, seq_len):
+    """Supervised fine-tuning on packed rows: answers whole, apart by their positions, none cut."""
+    records = [{"question": "q", "answer": "a"}, *({"question": "q", "answer": "b" * n} for n in sizes)]
+    data = write_jsonl(tmp_path_factory.mktemp("chat") / "d.jsonl", records)
+    one = loader(chat(data, long_documents="drop"), seq_len=seq_len)
+    rows = [row for batch in one for row in batch_rows(batch)]
+    tokenizer = byte_tokenizer()
+    lengths = [
+        len(d.tokens) for r in records if (d := encode_conversation(tokenizer, PROCESSORS["gsm8k"](r)))
+    ]
+    fit = [r["answer"] for r, n in zip(records, lengths, strict=True) if n <= seq_len]
+    documents = [(t, [x for x in lab if x != IGNORE]) for t, lab in documents_of(rows)]
+    # Every answer is the target of one run of positions 0, 1, 2, ..., and EOS.
+    targets = [tokenizer.decode(lab) for _, lab in documents if lab]
+    assert targets == fit
+    counts = one.counters()
+    assert counts["dropped"] == len(records) - len(fit) and counts["split"] == 0
+    assert counts["documents"] == len(fit)
+    # Greedy: a row is left only when the next conversation does not fit into what remains.
+    assert len(rows) == greedy_rows([n for n in lengths if n <= seq_len], seq_len)
+
+
+def greedy_rows(lengths: list[int], seq_len: int) -> int:
+    rows, left = 0, 0
+    for n in lengths:
+        rows, left = (rows, left - n) if n <= left else (rows + 1, seq_len - n)
+    return rows
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,37 @@ def test_texts_are_decoded(tool, run, capsys):
     )
     _, header, row = capsys.readouterr().out.splitlines()
     assert "answer" in header and row.split()[0] == "1" and row.split()[-1] == "-"
+    assert header.split()[-3:] == ["tokens/forward", "forwards/sample", "range"]
+    assert float(row.split()[-3]) == 1.0  # one token a forward
+
+
+def test_sums_of_the_library(tool, run, tmp_path, capsys):
+    pytest.importorskip("reasoning_gym")
+    argv = [str(run), "--task", "chain_sum", "--samples", "3", "--max-digits", "1", "--style", "question"]
+    tool.main([*argv, "--json", "--decode-options", "max_len=2000", "--csv", str(tmp_path / "a.csv")])
+    report = json.loads(capsys.readouterr().out)
+    assert report["knobs"] == {"min_digits": 1, "max_digits": 1, "style": "question"}
+    assert report["decode_options"] == {"max_len": 2000}
+    assert [r["length"] for r in report["results"]] == [2, 3, 4]
+    lines = list(csv.DictReader((tmp_path / "a.csv").open()))
+    for line, result in zip(lines, report["results"], strict=True):
+        assert result["tokens_per_forward"] == 1.0 and 1 <= result["forwards_per_sample"] <= 5
+        assert float(line["forwards_per_sample"]) == result["forwards_per_sample"]
+        assert float(line["score"]) == result["score"] >= result["answer_accuracy"]
+    tool.main([*argv, "--lengths", "3"])
+    title, header, _ = capsys.readouterr().out.splitlines()
+    assert title.endswith("chain_sum (min_digits 1, max_digits 1, style question); length in terms")
+    assert "score" in header
+
+
+def test_a_missing_library_is_one_line_before_the_work(tool, run, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == "reasoning_gym" else real(n, *a)
+    )
+    monkeypatch.setattr(tool, "load_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(UserError, match=r'needs reasoning-gym: pip install "torchtitan-ext\[tasks\]"'):
+        tool.main([str(run), "--task", "chain_sum"])
 
 
 @pytest.mark.parametrize(
@@ -110,8 +141,14 @@ def test_texts_are_decoded(tool, run, capsys):
         (["--task", "group_retrieval", "--dtype", "float31"], "did you mean 'float32'"),
         (["--task", "group_retrieval", "--device", "abacus"], "--device abacus cannot be used"),
         (["--task", "group_retrieval", "--step", "9"], "no step-9"),
+        (["--task", "group_retrieval", "--decode-options", "max_len=9"], "which is not decoded"),
+        (["--task", "variable_assignment", "--decode-options", "maxlen=9"],
+         "unknown key in --decode-options 'maxlen'; did you mean 'max_len'"),
+        (["--task", "variable_assignment", "--decode-options", "max_len=x"],
+         "max_len is 'x', expected an integer or none"),
+        (["--task", "variable_assignment", "--style", "x"], "style is 'x', allowed: plain, question"),
     ],
-)
+)  # fmt: skip
 def test_refusals(tool, run, argv, message, capsys):
     with pytest.raises(UserError, match=message) as error:
         tool.main([str(run), *argv])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from torchtitan_ext import backbones, models
 from torchtitan_ext.data.config import Source
 from torchtitan_ext.data.loader import DataLoader
 from torchtitan_ext.data.tasks import (
+    TASKS,
     GroupRetrieval,
     ProsQA,
     Task,
@@ -123,7 +125,15 @@ def test_lengths_beyond_training_are_marked():
     assert [r.trained for r in marks] == [True, True, False]
     lines = [tasks.row(r) for r in marks]
     assert lines[0].split() == ["7", "2", "100.00%", "100.00%", "trained"] and lines[2].endswith("beyond")
-    assert len(tasks.header(answers=False).split("  ")) > 4
+    assert tasks.header(marks[0]).split() == [
+        "length",
+        "samples",
+        "token",
+        "accuracy",
+        "exact",
+        "match",
+        "range",
+    ]
 
 
 # --- real models -----------------------------------------------------------------------
@@ -206,6 +216,52 @@ def test_a_right_answer_after_wrong_steps():
     text = spoken(task, 4, lambda answer: answer.replace("Steps", "steps"))
     (result,) = evaluate_lengths(nn.Module(), task, [4], samples=8, text=text)
     assert result.answer_accuracy == 1 and result.exact_match == 0 and 0.9 < result.token_accuracy < 1
+
+
+def test_costs_are_of_all_batches_together():
+    task = VariableAssignment(TaskSection())
+    text = spoken(task, 3, lambda answer: answer)
+    asked = []
+
+    def decode(model, prompts, *, threshold=0.5, **kwargs):
+        asked.append(threshold)
+        rows = text.decode(model, prompts, **kwargs).results
+        # Rows of the first batch take 1, 2, 3 forwards, those of the others one each.
+        rows = [replace(r, forwards=1 + i * (len(asked) == 1)) for i, r in enumerate(rows)]
+        return Generation(results=rows, forwards=3, seconds=1.0)
+
+    setup = replace(text, decode=decode, options={"threshold": 0.75})
+    (result,) = evaluate_lengths(nn.Module(), task, [3], samples=8, batch_size=3, text=setup)
+    assert asked == [0.75] * 3
+    # " 7" and EOS: three bytes a sample.
+    assert result.forwards_per_sample == 11 / 8 and result.tokens_per_forward == 24 / 11
+    assert result.score is None and "score" not in tasks.header(result)
+    assert tasks.header(result).split()[-4:] == ["answer", "tokens/forward", "forwards/sample", "range"]
+    assert tasks.row(result).split()[-4:] == ["100.00%", "2.182", "1.38", "-"]
+
+
+def test_the_task_s_own_score():
+    pytest.importorskip("reasoning_gym")
+    task = TASKS["chain_sum"](TaskSection(min_digits=2))
+
+    def result(change) -> LengthResult:
+        return evaluate_lengths(nn.Module(), task, [3], samples=8, text=spoken(task, 3, change))[0]
+
+    right = result(lambda answer: answer)
+    assert (right.exact_match, right.answer_accuracy, right.score) == (1, 1, 1)
+    assert tasks.row(right).split()[4:6] == ["100.00%", "1.0000"]
+    # " 012": the same number in other words, with the same number of tokens where EOS is left out.
+    zero = result(lambda answer: f" {int(answer):0{len(answer)}d}")
+    assert zero.exact_match == zero.answer_accuracy == 0 and zero.score == 1
+    wrong = result(lambda answer: " " + "x" * (len(answer) - 1))
+    assert wrong.score == 0
+
+
+def test_a_single_term_is_no_length():
+    pytest.importorskip("reasoning_gym")
+    task = TASKS["chain_sum"](TaskSection())
+    with pytest.raises(UserError, match="min_terms is 1, expected 2 or more"):
+        evaluate_lengths(nn.Module(), task, [1], text=TextSetup(tokenizer=byte_tokenizer(), decode=None))  # type: ignore
 
 
 def test_texts_need_a_decoder():

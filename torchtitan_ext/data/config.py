@@ -14,7 +14,7 @@ class SourceFields(BaseDataLoader.Config):
 
     dataset: str = "stdlib"
     """Name in the registry: stdlib, text, chat, c4, fineweb_edu, a task (group_retrieval,
-    variable_assignment, prosqa_hard), or one that was registered."""
+    variable_assignment, prosqa_hard, chain_sum), or one that was registered."""
 
     dataset_path: str | None = None
     """A file, a glob or a folder (text, chat, c4, fineweb_edu), or a hub name (chat, c4, fineweb_edu)."""

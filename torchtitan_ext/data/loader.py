@@ -192,7 +192,7 @@ class DataLoader(BaseDataLoader):
         self.num_streams = self._ordering.num_streams
         self._fingerprint = self._describe(tokenizer)
         self._orders = make_orders(self._feeds, self._ordering)
-        self._warned: set[str] = set()
+        self._warned = {"dropped": 0, "broken": 0}
         self._finish: Callable[[], Any] = _nothing
         self._begin(Snapshot(0, {v: self._packer(v).state() for v in range(self.num_streams)}))
 
@@ -248,13 +248,11 @@ class DataLoader(BaseDataLoader):
             yield batch
 
     def _report(self) -> None:
-        """Warn once for each way in which documents were left out."""
-        if len(self._warned) == 2:
-            return
+        """Warn of documents that are left out: at the first, and whenever their number has doubled."""
         counts = self.counters()
         for name in ("dropped", "broken"):
-            if counts[name] and name not in self._warned:
-                self._warned.add(name)
+            if counts[name] >= max(2 * self._warned[name], 1):
+                self._warned[name] = counts[name]
                 logger.warning(f"Data: {name} documents are left out; so far {counts}")
 
     def counters(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ import csv
 import os
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from torchtitan_ext.checkpoint.load import LoadedModel
 from torchtitan_ext.data.config import SourceFields
 from torchtitan_ext.data.tasks import TASKS, Task, TaskSection, TaskSource, TextTask, TokenTask, make_task
 from torchtitan_ext.data.tasks.build import encode_text
-from torchtitan_ext.decoding import Decoder, decoder_for
+from torchtitan_ext.decoding import Decoder, Generation, decoder_for
 from torchtitan_ext.errors import UserError
+from torchtitan_ext.evaluation.decode_options import parse_options
 
-KNOBS = ("group", "key_length", "alphabet", "chains", "nodes")
+KNOBS = ("group", "key_length", "alphabet", "chains", "nodes", "min_digits", "max_digits", "style")
 """Knobs that an evaluation may override; lengths are given on their own."""
 
 SPLIT = "test"
@@ -44,7 +45,7 @@ class LengthResult:
     """Scores on samples of one length."""
 
     length: int
-    """In the task's own measure: actions, copies or edges."""
+    """In the task's own measure: actions, copies, edges or terms."""
 
     samples: int
     """Number of samples."""
@@ -56,7 +57,16 @@ class LengthResult:
     """Share of samples without a wrong token."""
 
     answer_accuracy: float | None = None
-    """Share of samples whose final answer is right; None for tasks without steps to it."""
+    """Share of samples whose final answer is right; None for tasks that are not decoded."""
+
+    score: float | None = None
+    """Mean of the task's own measure of answers; None where it has none."""
+
+    tokens_per_forward: float | None = None
+    """New tokens for each row's forwards, of all samples together; None for tasks that are not decoded."""
+
+    forwards_per_sample: float | None = None
+    """Forwards of the model that a sample took part in, on average; None as above."""
 
     trained: bool | None = None
     """Whether the length is within the trained range; None when that is not known."""
@@ -68,15 +78,22 @@ class Score:
     def __init__(self) -> None:
         self.samples = self.tokens = self.right_tokens = self.exact = 0
         self.answers: int | None = None
+        self.new_tokens = self.forwards = 0
+        self.scores: list[float] = []
 
-    def add(self, right: Sequence[int], targets: Sequence[int], *, answers: int | None = None) -> None:
-        """Samples with their numbers of right tokens and of targets, and how many answers are right."""
+    def add(self, right: Sequence[int], targets: Sequence[int]) -> None:
+        """Samples with their numbers of right tokens and of targets."""
         self.samples += len(right)
         self.right_tokens += sum(right)
         self.tokens += sum(targets)
         self.exact += sum(r == t for r, t in zip(right, targets, strict=True))
-        if answers is not None:
-            self.answers = (self.answers or 0) + answers
+
+    def add_decoded(self, generation: Generation, *, answers: int, scores: Sequence[float]) -> None:
+        """What decoding the samples took, how many answers are right, and the task's own scores."""
+        self.answers = (self.answers or 0) + answers
+        self.scores += scores
+        self.new_tokens += generation.new_tokens
+        self.forwards += sum(row.forwards for row in generation)
 
     def result(self, length: int, *, trained: bool | None) -> LengthResult:
         """The shares."""
@@ -86,6 +103,9 @@ class Score:
             token_accuracy=self.right_tokens / self.tokens,
             exact_match=self.exact / self.samples,
             answer_accuracy=None if self.answers is None else self.answers / self.samples,
+            score=sum(self.scores) / self.samples if self.scores else None,
+            tokens_per_forward=self.new_tokens / self.forwards if self.forwards else None,
+            forwards_per_sample=None if self.answers is None else self.forwards / self.samples,
             trained=trained,
         )
 
@@ -106,14 +126,22 @@ class TextSetup:
     stop_ids: Collection[int] = ()
     """Tokens that end an answer."""
 
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword options of the decoder."""
+
     @classmethod
-    def of(cls, loaded: LoadedModel) -> TextSetup:
-        """That of a loaded model."""
+    def of(cls, loaded: LoadedModel, *, options: str = "") -> TextSetup:
+        """That of a loaded model; ``options``: ``key=value,...`` for its decoder.
+
+        Errors: UserError for options that the decoder does not have.
+        """
+        decode = decoder_for(loaded.method)
         return cls(
             tokenizer=loaded.tokenizer,
-            decode=decoder_for(loaded.method),
+            decode=decode,
             add_bos=loaded.add_bos,
             stop_ids=loaded.stop_ids,
+            options=parse_options(options, decode),
         )
 
 
@@ -141,11 +169,13 @@ def evaluate_lengths(
     tasks = [task.at_length(length) for length in lengths]
     if isinstance(task, TextTask) and text is None:
         raise ValueError(f"the task {task.name!r} needs a tokenizer and a decoder")
-    for one in tasks:
+    sources = [TaskSource(one, seed=seed, split=SPLIT) for one in tasks]
+    for one, source in zip(tasks, sources, strict=True):
         _check_fits(model, one, text=text)
+        source.read(0)
     results = []
-    for length, one in zip(lengths, tasks, strict=True):
-        source, score = TaskSource(one, seed=seed, split=SPLIT), Score()
+    for length, one, source in zip(lengths, tasks, sources, strict=True):
+        score = Score()
         for begin in range(0, samples, batch_size):
             batch = [source.read(i) for i in range(begin, min(begin + batch_size, samples))]
             if isinstance(one, TokenTask):
@@ -235,14 +265,17 @@ def _score_decoded(
         max_new_tokens=max(len(answer) for _, answer in encoded),
         stop_ids=text.stop_ids,
         bos_id=text.tokenizer.bos_id,
+        **text.options,
     )
-    right, answers = [], 0
+    right, answers, scores = [], 0, []
     for sample, (_, target), row in zip(batch, encoded, generation, strict=True):
         new = list(row.new_tokens)[: len(target)]
         right.append(sum(a == b for a, b in zip(new, target, strict=False)))
         said = text.tokenizer.decode(row.new_tokens)
         answers += task.final_answer(said) == task.final_answer(sample["answer"])
-    into.add(right, [len(target) for _, target in encoded], answers=answers)
+        scores.append(task.score(said, sample))
+    into.add(right, [len(target) for _, target in encoded])
+    into.add_decoded(generation, answers=answers, scores=[s for s in scores if s is not None])
 
 
 # --- what to evaluate ------------------------------------------------------------------
@@ -266,7 +299,12 @@ def task_of_run(
     return make_task(name, knobs, where="task"), trained
 
 
-def used(task: Task) -> dict[str, int]:
+def knob_type(knob: str) -> type:
+    """What a knob's value is read as on a command line."""
+    return type(getattr(TaskSection(), knob))
+
+
+def used(task: Task) -> dict[str, int | str]:
     """The knobs that the table does not already show as its length."""
     return {knob: getattr(task.knobs, knob) for knob in task.knobs_used if knob in KNOBS}
 
@@ -299,18 +337,34 @@ def parse_lengths(text: str) -> list[int]:
 # --- what comes out --------------------------------------------------------------------
 
 
-def header(*, answers: bool) -> str:
-    """The first line of the table."""
-    line = f"{'length':>6}  {'samples':>7}  {'token accuracy':>14}  {'exact match':>11}"
-    return line + (f"  {'answer':>7}" if answers else "") + "  range"
+_COLUMNS = (
+    ("length", "length", ""),
+    ("samples", "samples", ""),
+    ("token accuracy", "token_accuracy", ".2%"),
+    ("exact match", "exact_match", ".2%"),
+    ("answer", "answer_accuracy", ".2%"),
+    ("score", "score", ".4f"),
+    ("tokens/forward", "tokens_per_forward", ".3f"),
+    ("forwards/sample", "forwards_per_sample", ".2f"),
+)
+"""Head, field and format; a column whose value is not known is left out."""
+
+
+def _columns(result: LengthResult) -> list[tuple[int, str, str]]:
+    """Width, head and value."""
+    shown = [(head, getattr(result, name), form) for head, name, form in _COLUMNS]
+    return [(max(len(head), 7), head, format(v, form)) for head, v, form in shown if v is not None]
+
+
+def header(result: LengthResult) -> str:
+    """The first line of the table that holds this result."""
+    return "  ".join(f"{head:>{width}}" for width, head, _ in _columns(result)) + "  range"
 
 
 def row(result: LengthResult) -> str:
     """One line of the table."""
     where = {True: "trained", False: "beyond", None: "-"}[result.trained]
-    numbers = f"{result.length:>6}  {result.samples:>7}  {result.token_accuracy:>14.2%}"
-    answer = "" if result.answer_accuracy is None else f"  {result.answer_accuracy:>7.2%}"
-    return f"{numbers}  {result.exact_match:>11.2%}{answer}  {where}"
+    return "  ".join(f"{value:>{width}}" for width, _, value in _columns(result)) + f"  {where}"
 
 
 def records(results: Sequence[LengthResult]) -> list[dict[str, Any]]:

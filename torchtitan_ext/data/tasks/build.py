@@ -10,9 +10,10 @@ import numpy as np
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_ext.data.encoders import resolve_bos
-from torchtitan_ext.data.order import derive_seed
+from torchtitan_ext.data.order import derive_seed, uniform
 from torchtitan_ext.data.packing import Document, next_token_document
 from torchtitan_ext.data.sources import IndexedSource, Record
+from torchtitan_ext.data.tasks.chain_sum import ChainSum
 from torchtitan_ext.data.tasks.config import TaskSection
 from torchtitan_ext.data.tasks.group_retrieval import GroupRetrieval
 from torchtitan_ext.data.tasks.interface import Task, TextTask, TokenTask
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
     from torchtitan_ext.data.config import SourceFields
     from torchtitan_ext.data.registry import Context
 
-TASKS: dict[str, type[Task]] = {cls.name: cls for cls in (GroupRetrieval, VariableAssignment, ProsQA)}
+TASKS: dict[str, type[Task]] = {
+    cls.name: cls for cls in (GroupRetrieval, VariableAssignment, ProsQA, ChainSum)
+}
+
+HELD_OUT = {"validation": 0.05, "test": 0.05}
+"""Share of the identities of a task's samples that belong to each split; the rest is for training."""
+
+TRIES = 4000
+"""Draws for a sample of the right split: a split that holds 1 % of them is missed once in 10**17."""
 
 Encode = Callable[[Sequence[Record]], "list[Document | None]"]
 
@@ -41,8 +50,28 @@ class TaskSource(IndexedSource):
         self._seed, self._split = seed, split
 
     def read(self, index: int) -> dict[str, Any]:
-        seed = derive_seed(self._seed, "task", self.name, self._split, index)
-        return self.task.sample(np.random.default_rng(seed))
+        """Errors: UserError when the knobs leave the split without a sample."""
+        rng = np.random.default_rng(derive_seed(self._seed, "task", self.name, self._split, index))
+        for _ in range(TRIES):
+            sample = self.task.sample(rng)
+            identity = self.task.identity(sample)
+            if identity is None or split_of(self.name, identity) == self._split:
+                return sample
+        knobs = ", ".join(f"{knob} = {getattr(self.task.knobs, knob)}" for knob in self.task.knobs_used)
+        raise UserError(
+            f"{self.name}: these knobs allow so few different samples that none is in split "
+            f"{self._split!r} ({knobs})"
+        )
+
+
+def split_of(task: str, identity: str) -> str:
+    """The split that samples with this identity belong to, for every seed and all knobs."""
+    point = uniform("held out", task, identity)
+    for split, share in HELD_OUT.items():
+        if point < share:
+            return split
+        point -= share
+    return "train"
 
 
 def make_task(name: str, knobs: TaskSection, *, where: str) -> Task:
@@ -61,8 +90,9 @@ def make_task(name: str, knobs: TaskSection, *, where: str) -> Task:
 
 
 def used_knobs(fields: SourceFields) -> dict[str, Any]:
-    """The knobs that the samples of a source depend on."""
-    return {key: getattr(fields.task, key) for key in TASKS[fields.dataset].knobs_used}
+    """The knobs that the samples of a source depend on, and what else they do."""
+    task = TASKS[fields.dataset](fields.task)
+    return {key: getattr(fields.task, key) for key in task.knobs_used} | task.library_probe()
 
 
 def _changed(knobs: TaskSection) -> list[str]:
@@ -78,6 +108,7 @@ def build_task(fields: SourceFields, context: Context) -> tuple[TaskSource, Enco
     _check_keys(fields, context)
     task = make_task(fields.dataset, fields.task, where=f"{context.where}.task")
     source = TaskSource(task, seed=context.seed, split=fields.split)
+    source.read(0)  # so that a split without samples ends the run at its start
     if isinstance(task, TokenTask):
         return source, _token_encoder(task, context)
     assert isinstance(task, TextTask)

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from torchtitan_ext.errors import UserError
 
 Group = Literal[3, 4, 5]
+Style = Literal["plain", "question"]
 
 _AT_LEAST = {
     "key_length": 0,
@@ -16,6 +17,10 @@ _AT_LEAST = {
     "nodes": 1,
     "path_length": 1,
     "path_spread": 0,
+    "min_terms": 2,
+    "max_terms": 2,
+    "min_digits": 1,
+    "max_digits": 1,
     "samples": 0,
 }
 
@@ -54,6 +59,21 @@ class TaskSection:
     path_spread: int = 2
     """prosqa_hard: that number is uniform in path_length - path_spread to path_length + path_spread."""
 
+    min_terms: int = 2
+    """chain_sum: the number of terms is uniform in this to max_terms."""
+
+    max_terms: int = 4
+    """chain_sum: see min_terms."""
+
+    min_digits: int = 1
+    """chain_sum: the number of digits, equal for the terms of a sample, is uniform in this to max_digits."""
+
+    max_digits: int = 2
+    """chain_sum: see min_digits."""
+
+    style: Style = "plain"
+    """chain_sum: ``plain`` is the expression and an equals sign, ``question`` has the library's wording."""
+
     samples: int = 0
     """Size of a finite data set, such as a validation set; 0: endless."""
 
@@ -63,6 +83,8 @@ class TaskSection:
             raise UserError(f"group is {self.group!r}, allowed: 3, 4, 5")
         if not 2 <= self.alphabet <= 62:
             raise UserError(f"alphabet is {self.alphabet}, expected 2 to 62")
+        if self.style not in get_args(Style):
+            raise UserError(f"style is {self.style!r}, allowed: {', '.join(get_args(Style))}")
         for key, least in _AT_LEAST.items():
             if getattr(self, key) < least:
                 raise UserError(f"{key} is {getattr(self, key)}, expected {least} or more")

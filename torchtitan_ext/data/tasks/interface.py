@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Self
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from torchtitan_ext.data.packing import Document
 from torchtitan_ext.data.tasks.config import TaskSection
+from torchtitan_ext.errors import UserError
 
 
 class Task(ABC):
@@ -23,9 +25,24 @@ class Task(ABC):
     length_is: ClassVar[str]
     """What the length of a sample counts, in words."""
 
+    least_length: ClassVar[int] = 1
+    """No sample is shorter, whatever the knobs."""
+
+    library: ClassVar[str | None] = None
+    """Module that draws the samples, if it is not this package."""
+
     def __init__(self, knobs: TaskSection) -> None:
         """Errors: UserError for knobs that do not fit each other."""
         self.knobs = knobs
+
+    @classmethod
+    def check_installed(cls) -> None:
+        """Errors: UserError when the library that the task needs is missing."""
+        if cls.library is not None and importlib.util.find_spec(cls.library) is None:
+            raise UserError(
+                f"the task {cls.name!r} needs {cls.library.replace('_', '-')}: "
+                'pip install "torchtitan-ext[tasks]"'
+            )
 
     @property
     @abstractmethod
@@ -47,6 +64,17 @@ class Task(ABC):
     @abstractmethod
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """One sample."""
+
+    def identity(self, sample: dict[str, Any]) -> str | None:
+        """What equal samples share, for tasks with so few that two splits would draw the same.
+
+        Every identity belongs to one split. None: any sample may be drawn in any split.
+        """
+        return None
+
+    def library_probe(self) -> dict[str, Any]:
+        """What else must be equal for sample i to be the same: entries for the data's description."""
+        return {}
 
 
 class TokenTask(Task):
@@ -78,3 +106,7 @@ class TextTask(Task):
     def final_answer(self, answer: str) -> str:
         """The part of an answer that decides, without the steps to it."""
         return answer.strip()
+
+    def score(self, answer: str, sample: dict[str, Any]) -> float | None:
+        """The task's own measure of an answer, 0 to 1, where it has one besides the final answer."""
+        return None
