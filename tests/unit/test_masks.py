@@ -115,3 +115,50 @@ def test_grouped_heads_equal_repeated_heads():
     grouped = attention.attend_dense(q, k, v, mask_B1LT=mask)
     repeated = attention.attend_dense(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), mask_B1LT=mask)
     torch.testing.assert_close(grouped, repeated, atol=1e-6, rtol=1e-6)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6),
+    tile=st.integers(3, 16),
+    doubled=st.booleans(),
+)
+@settings(deadline=None, max_examples=40)
+def test_attention_in_tiles_equals_the_whole(lengths, tile, doubled):
+    positions = positions_of(lengths)
+    mask = (
+        masks.doubled_blocks(positions.repeat(1, 2), block_size=4)
+        if doubled
+        else masks.causal_document(positions)
+    )
+    allowed = attention.evaluate_mask(mask)
+    parts = attention.tiled(allowed, tile=tile)
+    if parts is None:
+        return
+    length = allowed.shape[-1]
+    assert [i for part in parts.tiles for i in range(length)[part.queries]] == list(range(length))
+    computed = sum(part.allowed_B1QK.shape[-2:].numel() for part in parts.tiles)
+    assert computed <= 0.86 * (length + tile) ** 2
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, length, 8, generator=generator) for heads in (4, 2, 2))
+    whole, pieces = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+    out = attention.attend_dense(*whole, mask_B1LT=allowed)
+    cut = attention.attend_dense(*pieces, mask_B1LT=parts)
+    torch.testing.assert_close(cut, out, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(out.shape, generator=generator)
+    for tensors, result in ((whole, out), (pieces, cut)):
+        (result * weights).sum().backward()
+        assert tensors[0].grad is not None
+    for a, b in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_long_sparse_masks_come_in_tiles_and_others_do_not():
+    long = attention.build_mask(masks.causal_document(torch.arange(512)[None]), "dense")
+    assert isinstance(long, attention.TiledMask)
+    assert [len(part.keys) for part in long.tiles] == [1, 1, 1, 1]
+    assert isinstance(
+        attention.build_mask(masks.bidirectional_document(torch.arange(512)[None]), "dense"), torch.Tensor
+    )
+    assert isinstance(
+        attention.build_mask(masks.causal_document(torch.arange(64)[None]), "dense"), torch.Tensor
+    )

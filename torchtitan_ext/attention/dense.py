@@ -8,13 +8,34 @@ a mask, K = key length of a mask, N = heads, H = head dimension.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torchtitan.protocols.module import Module
 
 from torchtitan_ext.masks import Mask
+
+
+TILE = 128
+"""Queries and keys of a tile in tokens: small enough to skip much, large enough to be worth a call."""
+
+WORTH_IT = 0.85
+"""Share of the tiles above which skipping the rest costs more than it saves."""
+
+
+class Tile(NamedTuple):
+    """Some neighbouring queries and all the keys that any of them may see."""
+
+    queries: slice
+    keys: tuple[slice, ...]
+    allowed_B1QK: torch.Tensor
+
+
+class TiledMask(NamedTuple):
+    """A boolean mask without its empty parts, so that attention there is not computed."""
+
+    tiles: tuple[Tile, ...]
 
 
 class LayerCache(Protocol):
@@ -50,15 +71,67 @@ def evaluate_mask(mask: Mask) -> torch.Tensor:
     return allowed_BQK.expand(mask.batch, mask.q_len, mask.kv_len)[:, None]
 
 
+def build_dense_mask(mask: Mask) -> torch.Tensor | TiledMask:
+    """The mask as booleans [B, 1, Q, K], in tiles where that skips enough."""
+    allowed_B1QK = evaluate_mask(mask)
+    return tiled(allowed_B1QK) or allowed_B1QK
+
+
+def tiled(allowed_B1QK: torch.Tensor, *, tile: int = TILE) -> TiledMask | None:
+    """The mask without the tiles that are empty in every row; None if too few are."""
+    q_len, k_len = allowed_B1QK.shape[-2:]
+    if min(q_len, k_len) < 2 * tile:
+        return None
+    allowed_QK = allowed_B1QK.amax(dim=(0, 1))
+    padded_QK = F.pad(allowed_QK, (0, -k_len % tile, 0, -q_len % tile))
+    used_IJ = padded_QK.unflatten(1, (-1, tile)).unflatten(0, (-1, tile)).amax(dim=(1, 3))
+    # One wait for the device a batch, as for any structure that depends on the documents.
+    rows = used_IJ.tolist()
+    if sum(map(sum, rows)) > WORTH_IT * used_IJ.numel():
+        return None
+    tiles = []
+    for i, row in enumerate(rows):
+        queries = slice(i * tile, min((i + 1) * tile, q_len))
+        keys = _runs(row, tile=tile, length=k_len)
+        allowed = torch.cat([allowed_B1QK[:, :, queries, run] for run in keys], dim=-1)
+        tiles.append(Tile(queries, keys, allowed))
+    return TiledMask(tuple(tiles))
+
+
+def _runs(used: list[bool], *, tile: int, length: int) -> tuple[slice, ...]:
+    """Neighbouring used tiles as slices of tokens."""
+    runs: list[list[int]] = []
+    for j in (j for j, is_used in enumerate(used) if is_used):
+        if runs and runs[-1][1] == j:
+            runs[-1][1] = j + 1
+        else:
+            runs.append([j, j + 1])
+    return tuple(slice(a * tile, min(b * tile, length)) for a, b in runs)
+
+
 def attend_dense(
     q_BNLH: torch.Tensor,
     k_BNTH: torch.Tensor,
     v_BNTH: torch.Tensor,
     *,
-    mask_B1LT: torch.Tensor | None,
+    mask_B1LT: torch.Tensor | TiledMask | None,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Masked attention, [B, N, L, H]; keys and values may have fewer heads (GQA)."""
+    if isinstance(mask_B1LT, TiledMask):
+        return torch.cat(
+            [
+                attend_dense(
+                    q_BNLH[:, :, queries],
+                    _take(k_BNTH, keys),
+                    _take(v_BNTH, keys),
+                    mask_B1LT=allowed,
+                    scale=scale,
+                )
+                for queries, keys, allowed in mask_B1LT.tiles
+            ],
+            dim=2,
+        )
     return F.scaled_dot_product_attention(
         q_BNLH,
         k_BNTH,
@@ -67,6 +140,11 @@ def attend_dense(
         scale=scale,
         enable_gqa=q_BNLH.shape[1] != k_BNTH.shape[1],
     )
+
+
+def _take(x_BNTH: torch.Tensor, runs: tuple[slice, ...]) -> torch.Tensor:
+    parts = [x_BNTH[:, :, run] for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 class DenseAttention(Module):
@@ -100,12 +178,12 @@ class DenseAttention(Module):
             k_BNTH, v_BNTH = attention_masks.cache.update(self.layer_id, k_BLNH, v_BLNH)
             mask = attention_masks.mask_BQK
             mask_B1LT = None if mask is None else mask[:, None]
-        elif isinstance(attention_masks, torch.Tensor):
+        elif isinstance(attention_masks, (torch.Tensor, TiledMask)):
             k_BNTH, v_BNTH = k_BLNH.transpose(1, 2), v_BLNH.transpose(1, 2)
             mask_B1LT = attention_masks
         else:
             raise TypeError(
-                "dense attention needs a boolean mask [B, 1, L, L] or a CachedAttention, "
+                "dense attention needs a boolean mask [B, 1, L, L], a TiledMask or a CachedAttention, "
                 f"got {type(attention_masks).__name__}"
             )
         out_BNLH = attend_dense(q_BLNH.transpose(1, 2), k_BNTH, v_BNTH, mask_B1LT=mask_B1LT, scale=scale)

@@ -5,14 +5,14 @@ from typing import Any
 from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
-from torchtitan_ext.attention.dense import DenseAttention, evaluate_mask
+from torchtitan_ext.attention.dense import DenseAttention, build_dense_mask
 from torchtitan_ext.attention.flex import PaddedFlexAttention, build_block_mask
 from torchtitan_ext.attention.varlen import PackedAttention, build_varlen_mask
 from torchtitan_ext.errors import UserError, unknown
 from torchtitan_ext.masks import Mask
 
 BACKENDS: dict[str, tuple[Any, Any]] = {
-    "dense": (DenseAttention, evaluate_mask),
+    "dense": (DenseAttention, build_dense_mask),
     "flex": (PaddedFlexAttention, build_block_mask),
     "varlen": (PackedAttention, build_varlen_mask),
 }
