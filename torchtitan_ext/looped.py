@@ -101,19 +101,15 @@ class LoopedBackbone(Backbone):
         return h_BLD
 
     def coda(self, h_BLD: torch.Tensor, positions: torch.Tensor | None, attention_masks: Any) -> torch.Tensor:
-        """The blocks after the core and the norm; the LM head unless the loss applies it by chunks."""
+        """The blocks after the core, and the norm, [B, L, D]."""
         for i in range(self.end, len(self.layers) + len(self.core.layers)):
             h_BLD = self.layers[str(i)](h_BLD, attention_masks, positions)
-        h_BLD = self.norm(h_BLD)
-        return h_BLD if self._skip_lm_head else self.lm_head(h_BLD)
+        return self.norm(h_BLD)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        attention_masks: Any = None,
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, attention_masks: Any
     ) -> torch.Tensor:
-        """Logits [B, L, V] (hidden states [B, L, D] when the loss applies the head by chunks)."""
+        """Prelude, core and coda, [B, L, D]."""
         h_BLD = self.prelude(tokens, positions, attention_masks)
         h_BLD = self.core(h_BLD, attention_masks, positions)
         return self.coda(h_BLD, positions, attention_masks)

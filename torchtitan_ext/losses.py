@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import torch
 import tyro
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, compute_logprobs, cross_entropy_loss
 from torchtitan.config import CompileConfig, Configurable
 
@@ -24,6 +26,7 @@ class TokenCrossEntropy(BaseLoss):
 
     ``loss_weights_BL``, if given, is the complete weight of each token (its
     term's factor divided by its term's global count) and replaces the count.
+    ``loss_weights_BLT`` does so for T terms, which are then also metrics.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -43,18 +46,56 @@ class TokenCrossEntropy(BaseLoss):
         global_valid_tokens: torch.Tensor | None = None,
         *,
         loss_weights_BL: torch.Tensor | None = None,
+        loss_weights_BLT: torch.Tensor | None = None,
+        term_factors: list[float] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss of ``pred`` [B, L, V] against ``labels`` [B, L]; -100 is ignored."""
+        """Loss of ``pred`` [B, L, V] against ``labels`` [B, L]; -100 is ignored.
+
+        With ``loss_weights_BLT`` term t is the weighted sum over tokens, the metric
+        "term_t_mean" (torchtitan sums such over chunks), and the loss the sum of ``term_factors[t]`` times it.
+        """
         if loss_weights_BL is not None:
-            logprobs_BL = compute_logprobs(pred, labels)
-            assert isinstance(logprobs_BL, torch.Tensor)
-            return -(logprobs_BL * loss_weights_BL).sum(), {}
+            return (_token_losses(pred, labels) * loss_weights_BL).sum(), {}
+        if loss_weights_BLT is not None:
+            terms_T = (_token_losses(pred, labels)[..., None] * loss_weights_BLT).sum(dim=(0, 1))
+            pairs = list(zip(term_factors or (), terms_T.unbind(), strict=True))
+            loss = torch.stack([factor * term for factor, term in pairs]).sum()
+            return loss, {f"term_{t}_mean": term.detach() for t, (_, term) in enumerate(pairs)}
         loss = self.fn(pred, labels, global_vocab_size=self.global_vocab_size)
         if global_valid_tokens is not None:
             # No supervised token anywhere: a zero that is still connected to the graph.
             loss = loss / global_valid_tokens.clamp(min=1)
         return loss, {}
+
+
+def _token_losses(logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of every token, fp32 [B, L], 0 at label -100; vocabulary-parallel logits too."""
+    logprobs_BL = compute_logprobs(logits_BLV, labels_BL)
+    assert isinstance(logprobs_BL, torch.Tensor)
+    return -logprobs_BL
+
+
+def token_losses(
+    head: nn.Module, hidden_BLD: torch.Tensor, labels_BL: torch.Tensor, *, num_chunks: int = 1
+) -> torch.Tensor:
+    """Cross-entropy of every token from hidden states, fp32 [B, L], 0 at label -100.
+
+    The logits of one chunk of the sequence exist at a time, in the backward too, where they
+    are computed again. For losses whose weights are only known once the token losses are;
+    where they are known before, the chunked loss of :class:`LossSection` need not compute
+    twice. ``head``: the model's LM head.
+    """
+
+    def chunk_losses(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return _token_losses(head(hidden), labels)
+
+    if num_chunks == 1 and not hidden_BLD.requires_grad:
+        return chunk_losses(hidden_BLD, labels_BL)
+    size = -(-hidden_BLD.shape[1] // num_chunks)
+    pieces = zip(hidden_BLD.split(size, 1), labels_BL.split(size, 1), strict=True)
+    losses = [checkpoint(chunk_losses, h, y, use_reentrant=False) for h, y in pieces]
+    return torch.cat(losses, dim=1)
 
 
 @dataclass(kw_only=True, slots=True)

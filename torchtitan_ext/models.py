@@ -27,6 +27,9 @@ def build_spec(config: Any) -> ModelSpec:
         spec = _torchtitan_spec(section)
     else:
         module = registry.method(section.name)
+        complete = getattr(module, "complete", None)
+        if complete is not None:  # what the method's section leaves to the rest of the config
+            complete(config)
         backend = attention.resolve_backend(section.attention, utils.device_type)
         own = getattr(config, section.name, None)
         spec = module.model_registry(

@@ -12,8 +12,10 @@ from torchtitan_ext.errors import unknown
 
 METHODS: dict[str, str] = {
     "ar": "torchtitan_ext.methods.ar",
+    "block_diffusion": "torchtitan_ext.methods.block_diffusion",
     "looped": "torchtitan_ext.methods.looped",
     "t2mlr": "torchtitan_ext.methods.t2mlr",
+    "tidar": "torchtitan_ext.methods.tidar",
 }
 
 TORCHTITAN_MODELS: tuple[str, ...] = ("llama3", "qwen3")

@@ -70,7 +70,7 @@ def test_registry_lists_exactly_the_method_folders():
     assert set(METHODS) == folders
 
 
-@pytest.mark.parametrize("method", ["ar", "looped", "t2mlr"])
+@pytest.mark.parametrize("method", ["ar", "block_diffusion", "looped", "t2mlr", "tidar"])
 def test_method_folder_has_the_usual_files(method):
     folder = PACKAGE / "methods" / method
     for name in ("README.md", "__init__.py", "config_registry.py", "model.py", "objective.py", "decode.py"):

@@ -68,7 +68,7 @@ def sequential(model, tokens: torch.Tensor) -> torch.Tensor:
         assert isinstance(masks, CachedAttention)
         h = model.prelude(tokens[:, t : t + 1], positions, masks)
         h_end = model.core.run(model.core.fusion(h, previous), masks, positions)
-        outputs.append(model.coda(h_end, positions, masks))
+        outputs.append(model.lm_head(model.coda(h_end, positions, masks)))
         previous = model.core.cache(h_end, previous)
         cache.advance(1)
     return torch.cat(outputs, dim=1)
@@ -145,7 +145,8 @@ def unrolled(model, tokens, positions, *, forward_depth: int, backward_depth: in
     for k in range(2, forward_depth + 1):
         h_end = model.core.run(model.core.fusion(h, r), masks, positions)
         r = keep(k, shift(torch.nn.functional.rms_norm(h_end + r, (h_end.shape[-1],), eps=1e-6)))
-    return model.coda(model.core.run(model.core.fusion(h, r), masks, positions), positions, masks)
+    h = model.coda(model.core.run(model.core.fusion(h, r), masks, positions), positions, masks)
+    return model.lm_head(h)
 
 
 def gradients(model, output):

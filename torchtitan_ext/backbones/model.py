@@ -57,7 +57,8 @@ class BackboneBlock(TransformerBlock):
 class Backbone(Decoder):
     """A decoder of any of the families.
 
-    ``forward(tokens, positions, attention_masks)`` gives logits [B, L, V].
+    ``forward(tokens, positions, attention_masks)`` gives logits [B, L, V], or [1, M, V] of
+    the positions in ``readout_M`` alone.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -94,6 +95,32 @@ class Backbone(Decoder):
                 seq_len,
                 enable_weight_tying=self.enable_weight_tying,
             )
+
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, attention_masks: Any
+    ) -> torch.Tensor:
+        """Everything before the LM head, the norm included, [B, L, D]."""
+        h_BLD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        for layer in self.layers.values():
+            h_BLD = layer(h_BLD, attention_masks, positions)
+        return self.norm(h_BLD) if self.norm is not None else h_BLD
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_masks: Any = None,
+        readout_M: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [B, L, V] (hidden states [B, L, D] when the loss applies the head by chunks).
+
+        ``readout_M``: indices into the flattened [B * L] positions; only those pass the LM
+        head, and the result is [1, M, V] (or [1, M, D]).
+        """
+        h_BLD = self.hidden(tokens, positions, attention_masks)
+        if readout_M is not None:
+            h_BLD = h_BLD.flatten(0, 1)[readout_M][None]
+        return h_BLD if self._skip_lm_head or self.lm_head is None else self.lm_head(h_BLD)
 
     def get_attention_masks(self, positions: torch.Tensor) -> Any:
         """The family's mask for a packed batch, in the form the kernel takes.

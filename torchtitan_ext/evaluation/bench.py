@@ -449,6 +449,7 @@ BENCHMARKS: dict[str, Callable[[Settings], list[Row]]] = {
     "train": bench_train,
     "decode": bench_decode,
 }
+"""Other rooms add theirs (:mod:`torchtitan_ext.evaluation.bench_methods`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
