@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torchtitan_ext.checkpoint.load import LoadedModel, load_model
 from torchtitan_ext.data.tasks import TASKS
 from torchtitan_ext.errors import UserError, run_cli
-from torchtitan_ext.evaluation import bench, plots, tasks
+from torchtitan_ext.evaluation import bench, bench_methods, plots, tasks
+
+BENCHMARKS = {**bench.BENCHMARKS, **bench_methods.BENCHMARKS}
 
 HEADER = ("what", "ours", "peer", "ratio", "rounds", "goal")
 
@@ -56,7 +58,7 @@ def _add_lengths(command: argparse.ArgumentParser) -> None:
 def _add_bench(command: argparse.ArgumentParser) -> None:
     defaults = bench.Settings()
     add = command.add_argument
-    add("--only", default="", metavar="NAMES", help=f"of {','.join(bench.BENCHMARKS)} (default: all)")
+    add("--only", default="", metavar="NAMES", help=f"of {','.join(BENCHMARKS)} (default: all)")
     add("--rounds", type=int, default=defaults.rounds, help="rounds of A B B A (default: %(default)s)")
     add("--threads", type=int, default=defaults.threads, help="CPU threads (default: %(default)s)")
     add("--quick", action="store_true", help="tiny sizes: does it run? The numbers mean nothing")
@@ -86,7 +88,12 @@ def run_bench(args: argparse.Namespace) -> None:
         if path.is_dir() or not path.parent.is_dir():
             raise UserError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
     only = [name.strip() for name in args.only.split(",") if name.strip()]
-    report = bench.run(settings, only=only, progress=lambda text: print(text, file=sys.stderr, flush=True))
+    report = bench.run(
+        settings,
+        only=only,
+        benchmarks=BENCHMARKS,
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )
     text = f"{table(report)}\n\n{summary(report)}\n"
     print(text, end="")
     if args.json is not None:
@@ -192,7 +199,7 @@ def summary(report: bench.Report) -> str:
     lines = [
         f"machine: fp32 matrix product {rates.matmul_gflops:.1f} GFLOP/s, copy {rates.copy_gbytes:.1f} GB/s",
         f"device: {report.device}, {settings.threads} threads; load before {report.load_average[0]:.1f}",
-        f"ratio: ours / peer, > 1 is faster; median of {settings.rounds} rounds, each A B B A or B A A B",
+        f"ratio: ours / peer (memory: peer / ours), > 1 is better; median of {settings.rounds} rounds, each A B B A or B A A B",
         f"versions: {', '.join(f'{name} {version}' for name, version in versions().items())}",
     ]
     return "\n".join(lines)

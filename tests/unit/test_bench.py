@@ -11,7 +11,7 @@ import torchtitan_ext  # noqa: F401 - before torchtitan
 from tests.distributed import harness
 from tools import compare
 from torchtitan_ext.errors import UserError
-from torchtitan_ext.evaluation import bench
+from torchtitan_ext.evaluation import bench, bench_methods
 
 
 class Stopwatch:
@@ -141,7 +141,7 @@ def test_files_hold_the_report(tmp_path, monkeypatch, capsys):
     [
         (
             ["--only", "trian"],
-            r"unknown benchmark 'trian'; did you mean 'train'\? \(allowed: decode, train\)",
+            r"unknown benchmark 'trian'; did you mean 'train'\? \(allowed: decode, tidar, train\)",
         ),
         (["--rounds", "0"], r"--rounds must be at least 1, got 0"),
         (["--threads", "-1"], r"--threads must be at least 1, got -1"),
@@ -205,3 +205,11 @@ def other_size() -> str:
     with pytest.raises(RuntimeError) as caught:
         bench.bench_train(bench.Settings(rounds=1, threads=1, quick=True))
     return str(caught.value)
+
+
+def test_tidar_is_measured_against_ar():
+    """Time and peak memory of both sides; twice the positions cannot be free."""
+    rows = bench_methods.bench_tidar(bench.Settings(rounds=1, threads=1, quick=True))
+    assert [row.unit for row in rows] == ["tokens/s", "MiB"]
+    assert rows[0].what == "train 6 x 256, batch 2 x 32: tidar / ar"
+    assert rows[1].ours > rows[1].peer > 0 and rows[1].ratio == rows[1].peer / rows[1].ours

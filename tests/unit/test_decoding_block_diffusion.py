@@ -370,6 +370,7 @@ def test_a_stop_token_counts_only_once_everything_left_of_it_is_known():
             row = generate(model, [prompt], stop_ids=[stop], **options)[0]
             needed = max(order.index(slot) for slot in range(cut)) + 1
             assert row.new_tokens == tokens[:cut] and row.forwards == needed
+            assert row.finish_reason == "stop"  # at the last token of the budget too
             late += needed > order.index(cut - 1) + 1
     assert late > 5
 

@@ -89,4 +89,4 @@ def peak_bytes(trainer: ExtTrainer, step: bench.Work) -> int:
     return max(total["Total"] for at, total in peak.items() if at.type == device.type)
 
 
-BENCHMARKS = {"tidar": bench_tidar}
+BENCHMARKS: dict[str, bench.Benchmark] = {"tidar": bench_tidar}
