@@ -3,9 +3,11 @@
     python tools/generate.py outputs/ --prompt "To be" --max-new-tokens 64
     python tools/generate.py HF_DIR --chat --prompt "What is a prime?" --temperature 0.7 --top-p 0.9
     cat prompts.txt | python tools/generate.py outputs/checkpoint/step-1000 --prompts-file - --json
+    python tools/generate.py outputs/ --prompt "def " --decode tidar:8
 
-One prompt is printed while it is generated; several run as a batch. The answer goes to
-stdout, everything else to stderr.
+One prompt is printed while it is generated; several run as a batch. On a terminal the text of
+each forward has one colour, and the next forward's another. The answer goes to stdout,
+everything else to stderr.
 """
 
 from __future__ import annotations
@@ -14,17 +16,24 @@ import argparse
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
 from torchtitan_ext.checkpoint.load import LoadedModel, load_model
-from torchtitan_ext.decoding import Generation, SamplingParams, TextStream, decoder_for
+from torchtitan_ext.decoding import Decoder, Generation, SamplingParams, TextStream, colour
+from torchtitan_ext.decoding.choice import chosen_decoder, reports_steps
+from torchtitan_ext.decoding.strategies import FORMS, parse
 from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, run_cli, unknown
+from torchtitan_ext.evaluation.prompts import read_lines
+
+COUNTED = ("accepted", "revealed")
+"""What decoders count in each forward: drafts that held, masks that were filled."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,12 +57,18 @@ def parser() -> argparse.ArgumentParser:
         default=1.0,
         help="draw from the smallest set of this probability; 1 is off (default)",
     )
+    add("--decode", metavar="STRATEGY", help=f"{', '.join(FORMS)} (default: the method's own decoder)")
     add("--seed", type=int, default=0, help="prompt i draws with seed + i (default: %(default)s)")
     add("--stop", action="append", default=[], help="text that ends an answer and is cut off (repeatable)")
     add("--chat", action="store_true", help="send the prompt as a user message through the chat template")
     add("--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: %(default)s)")
     add("--device", help="default: the accelerator where there is one, else cpu")
     add("--batch-size", type=int, default=16, help="prompts that run together (default: %(default)s)")
+    add(
+        "--colour",
+        default="auto",
+        help="of each forward's text: auto (default: on a terminal), always, never",
+    )
     add("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
@@ -66,19 +81,24 @@ def main(argv: list[str] | None = None) -> None:
     )
     if args.dtype not in DTYPES:
         raise unknown("--dtype", args.dtype, DTYPES)
+    if args.colour not in get_args(colour.Colour):
+        raise unknown("--colour", args.colour, get_args(colour.Colour))
     if args.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {args.batch_size}")
+    strategy = parse(args.decode) if args.decode is not None else None
     prompts = read_prompts(args.prompt, file=args.prompts_file)
     sampling = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
     )
     device = usable_device(args.device or default_device())
     loaded = load_model(args.path, dtype=DTYPES[args.dtype], device=device, step=args.step)
+    decode = chosen_decoder(strategy, loaded.model, method=loaded.method)
     answers: list[dict[str, Any]] = []
     for begin in range(0, len(prompts), args.batch_size):
         batch = prompts[begin : begin + args.batch_size]
+        live = len(prompts) == 1
         answers += answer(
-            loaded, batch, args=args, sampling=sampling, first_row=begin, live=len(prompts) == 1
+            loaded, batch, decode=decode, args=args, sampling=sampling, first_row=begin, live=live
         )
     if args.json:
         print(json.dumps(answers[0] if len(answers) == 1 else {"results": answers}, ensure_ascii=False))
@@ -88,15 +108,7 @@ def read_prompts(given: Sequence[str], *, file: str | None) -> list[str]:
     """Prompts of the command line, then those of the file, one a line; blank lines are skipped."""
     prompts = [sys.stdin.read().rstrip("\n") if prompt == "-" else prompt for prompt in given]
     if file is not None:
-        try:
-            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--prompts-file {file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"--prompts-file {file} is not UTF-8: {error.reason} at byte {error.start}"
-            ) from error
-        prompts += [line for line in text.split("\n") if line.strip()]
+        prompts += read_lines(file)
     if not prompts:
         raise UserError("no prompt: give --prompt TEXT, --prompts-file FILE, or - for stdin")
     return prompts
@@ -110,28 +122,87 @@ def encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> list[int]:
     return loaded.tokenizer.encode(loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
 
+class Row:
+    """Text of one prompt while it is generated."""
+
+    def __init__(self, loaded: LoadedModel, stop: Sequence[str], *, coloured: bool) -> None:
+        self.stream = TextStream(loaded.tokenizer, stop)
+        self.painter = colour.StepPainter(enabled=coloured)
+        self.shown = ""
+        """What was to be printed so far."""
+
+    def push(self, token: int) -> str:
+        """Add a token; what is to be printed now. A character is of the forward that completes it."""
+        return self._show(self.stream.push(token))
+
+    def flush(self) -> str:
+        """The rest."""
+        return self._show(self.stream.flush())
+
+    def _show(self, text: str) -> str:
+        piece = self.painter.paint(text)
+        self.shown += piece
+        return piece
+
+
 def answer(
     loaded: LoadedModel,
     prompts: list[str],
     *,
+    decode: Decoder,
     args: argparse.Namespace,
     sampling: SamplingParams,
     first_row: int,
     live: bool,
 ) -> list[dict[str, Any]]:
     """Generate one batch and print it; ``live``: while it is generated."""
-    streams = [TextStream(loaded.tokenizer, args.stop) for _ in prompts]
-    show = not args.json
-    if live and show:
-        print(prompts[0], end="\n" if args.chat else "", flush=True)
+    show, live = not args.json, live and not args.json
+    coloured = show and colour.wanted(args.colour, sys.stdout)
+    rows = [Row(loaded, args.stop, coloured=coloured) for _ in prompts]
+    ending = "\n" if args.chat else ""
+    if live:
+        print(prompts[0], end=ending, flush=True)
+    result = run(
+        loaded, prompts, rows, decode=decode, args=args, sampling=sampling, first_row=first_row, live=live
+    )
+    rests = [row.flush() for row in rows]
+    if live:
+        print(rests[0], flush=True)
+    elif show:
+        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            print(f"--- {first_row + i + 1}\n{prompt}{ending}{row.shown}", flush=True)
+    if show:
+        print(costs(result), file=sys.stderr)
+    return [record(prompt, rows[i].stream.text, result, i) for i, prompt in enumerate(prompts)]
+
+
+def run(
+    loaded: LoadedModel,
+    prompts: list[str],
+    rows: Sequence[Row],
+    *,
+    decode: Decoder,
+    args: argparse.Namespace,
+    sampling: SamplingParams,
+    first_row: int,
+    live: bool,
+) -> Generation:
+    """Decode one batch into its rows."""
+    steps = reports_steps(decode, loaded.model)
+
+    def on_step(row: int, count: int) -> None:
+        rows[row].painter.step()
 
     def on_token(row: int, token: int) -> bool:
-        piece = streams[row].push(token)
-        if live and show and piece:
+        if not steps:  # each token has a forward of its own
+            rows[row].painter.step()
+        piece = rows[row].push(token)
+        if live and piece:
             print(piece, end="", flush=True)
-        return streams[row].stopped
+        return rows[row].stream.stopped
 
-    result = decoder_for(loaded.method)(
+    options: dict[str, Any] = {"on_step": on_step} if steps else {}
+    return decode(
         loaded.model,
         [encode(loaded, prompt, chat=args.chat) for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
@@ -140,44 +211,44 @@ def answer(
         bos_id=loaded.tokenizer.bos_id,
         on_token=on_token,
         seeds=[sampling.seed + first_row + i for i in range(len(prompts))],
+        **options,
     )
-    rests = [stream.flush() for stream in streams]
-    if show:
-        if live:
-            print(rests[0], flush=True)
-        else:
-            for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
-                print(
-                    f"--- {first_row + i + 1}\n{prompt}{chr(10) if args.chat else ''}{stream.text}",
-                    flush=True,
-                )
-        print(costs(result), file=sys.stderr)
-    return [
-        record(prompt, stream.text, result, i)
-        for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
-    ]
 
 
 def record(prompt: str, text: str, result: Generation, row: int) -> dict[str, Any]:
     """One answer; seconds and rate are those of the batch it was part of."""
     one = result[row]
-    return {
+    told: dict[str, Any] = {
         "prompt": prompt,
         "text": text,
         "new_tokens": len(one.new_tokens),
         "finish_reason": one.finish_reason,
         "forwards": one.forwards,
+        "tokens_per_forward": round(len(one.new_tokens) / one.forwards, 6),
         "seconds": round(result.seconds, 6),
         "tokens_per_second": round(result.tokens_per_second, 3),
     }
+    for name in COUNTED:
+        if name in result.extra:
+            told[name] = result.extra[name][row]
+    if told.get("accepted"):
+        told["mean_accepted"] = round(sum(told["accepted"]) / len(told["accepted"]), 6)
+    return told
 
 
 def costs(result: Generation) -> str:
-    """What a batch cost, in one line."""
-    return (
-        f"{result.new_tokens} tokens in {result.seconds:.2f} s "
-        f"({result.tokens_per_second:.1f} tokens/s, {result.forwards} forwards)"
+    """What a batch cost, and how many tokens its forwards settled, in one line."""
+    text = (
+        f"{result.new_tokens} tokens in {result.seconds:.2f} s ({result.tokens_per_second:.1f} tokens/s, "
+        f"{result.forwards} forwards, {result.tokens_per_forward:.2f} tokens/forward)"
     )
+    for name in COUNTED:
+        counts = Counter(count for row in result.extra.get(name, ()) for count in row)
+        if counts:
+            mean = sum(count * times for count, times in counts.items()) / counts.total()
+            shown = ", ".join(f"{count}: {times}" for count, times in sorted(counts.items()))
+            text += f"; {name} {mean:.2f} a forward (forwards by number: {shown})"
+    return text
 
 
 if __name__ == "__main__":

@@ -138,3 +138,19 @@ def test_round_trip_of_the_real_model_is_byte_identical(smollm, converted, tmp_p
     for name in before:
         a, b = hf_folder.load_tensor(before[name]), hf_folder.load_tensor(after[name])
         assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def test_tidar_decodes_what_the_loaded_model_decodes(smollm, tmp_path):
+    """Never trained to draft, so the drafts are poor; the output is still that of plain decoding."""
+    folder = tmp_path / "step-0"
+    mask = ["--tidar.mask_token_id", "17", "--tokenizer.allow_mask_collision", "allow"]
+    tool(
+        *("convert_from_hf", str(smollm), str(folder), "--model.name", "tidar"),
+        *("--model.flavor", "smollm2-135M", *mask),
+    )
+    prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+    shared = [*prompts, "--max-new-tokens", "40", "--json"]
+    plain = json.loads(tool("generate", str(smollm), *shared))["results"]
+    ours = json.loads(tool("generate", str(folder), "--decode", "tidar:4", *shared))["results"]
+    assert [row["text"] for row in ours] == [row["text"] for row in plain]
+    assert all(row["tokens_per_forward"] >= 1 for row in ours)
