@@ -158,6 +158,28 @@ def test_last_checkpoint_as_a_hugging_face_folder(tmp_path):
     assert len(tensors) == 2 + 9 * 4
 
 
+def test_a_methods_own_parameters_go_into_its_hugging_face_folder(tmp_path):
+    """With a section in config.json, so that the folder alone says what the model is."""
+    import torch
+
+    from torchtitan_ext.checkpoint.load import load_model
+
+    args = [
+        *("--model.name", "t2mlr", "--t2mlr.start", "2", "--t2mlr.end", "3", "--training.steps", "2"),
+        *("--checkpoint.enable", "--checkpoint.last_save_model_only", "--training.local_batch_size", "4"),
+    ]
+    folders = {}
+    for kind, more in (("native", []), ("hf", ["--checkpoint.last_save_in_hf"])):
+        (tmp_path / kind).mkdir()
+        run(jobs.train, world=2, folder=str(tmp_path / kind), args=[*args, *more])
+        folders[kind] = tmp_path / kind / "out" / "checkpoint" / "step-2"
+    (folders["hf"] / "config.toml").unlink()
+    native, folder = load_model(folders["native"]), load_model(folders["hf"])
+    assert folder.method == "t2mlr" and folder.config.t2mlr.end == 3
+    for name, tensor in native.model.state_dict().items():
+        assert torch.equal(tensor, folder.model.state_dict()[name]), name
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A checkpoint of five steps and the same weights as a Hugging Face folder."""

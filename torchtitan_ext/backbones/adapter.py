@@ -41,6 +41,7 @@ class HFAdapter(StateDictAdapter):
         self.hf_assets_path = hf_assets_path
         self.names = self.hf_names()
         self.fqn_to_index_mapping = self._shard_numbers(hf_assets_path)
+        self.added: Literal["drop", "keep"] = "drop"
         self._asked: set[str] | None = None
         self._checked: Path | None = None
 
@@ -57,12 +58,13 @@ class HFAdapter(StateDictAdapter):
         state_dict: dict[str, Any],
         *,
         tied_head: Literal["drop", "keep"] = "drop",
-        added: Literal["drop", "keep"] = "drop",
+        added: Literal["drop", "keep"] | None = None,
     ) -> dict[str, Any]:
         """Rename to the folder's names.
 
         ``tied_head``: whether the LM head that shares the embedding is written too.
-        ``added``: whether a method's own parameters go out, under their own names.
+        ``added``: whether a method's own parameters go out, under their own names; None: as
+        :attr:`added` says, which a save sets to "keep" (a folder to load from need not have them).
         Errors: a name that is neither of the backbone nor in :attr:`allow_missing`.
         """
         unknown = [name for name in state_dict if name not in self.names and not self.is_added(name)]
@@ -78,7 +80,7 @@ class HFAdapter(StateDictAdapter):
                 continue
             if name in self.names:
                 renamed[self.names[name]] = tensor
-            elif added == "keep":
+            elif (added or self.added) == "keep":
                 renamed[name] = tensor
         return renamed
 
@@ -176,12 +178,16 @@ class HFAdapter(StateDictAdapter):
         if weight_map is None:
             return None
         written = {theirs for name, theirs in self.names.items() if not (name == HEAD and self.size.tied)}
-        numbers = {}
+        numbers: dict[Any, int] = {}
         for theirs in written:
             match = re.search(r"\d+", weight_map.get(theirs, ""))
             if match is None:
                 return None
             numbers[theirs] = int(match.group(0))
+        if self.allow_missing:
+            last = max(numbers.values())
+            own = (name for name in model_shapes(self.model_config) if self.is_added(name))
+            numbers.update({name: last for name in own if name not in self.names})
         return numbers
 
 

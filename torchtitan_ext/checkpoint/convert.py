@@ -14,7 +14,7 @@ import tomllib
 import warnings
 from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ def convert_from_hf(
     if name is not None:
         own = choice.section if choice.name == name else {}
         choice = ModelChoice(name=name, flavor=flavor, section={**own, **(section or {})})
+    choice = _completed(choice, assets=source)
     spec = model_spec(choice, assets=source)
     adapter = _adapter(spec, assets=None)
     found = adapter.check_folder(source)
@@ -145,13 +146,34 @@ def convert_to_hf(
             _copy_assets(assets, folder)
         hf_folder.write_weights(folder, sizes, load=load, max_shard_bytes=max_shard_bytes)
         written = cast or stored[EMBEDDING].properties.dtype
-        config = _export_config(adapter.size, assets=assets, dtype=written)
-        config.pop(HF_SECTION, None)
-        if choice.name != "ar":
-            config[HF_SECTION] = {"name": choice.name, "section": asdict(_section(choice))}
-        hf_folder.write_json(folder / "config.json", config)
+        section = _section(choice)
+        write_config(
+            folder,
+            assets=assets,
+            size=adapter.size,
+            dtype=written,
+            name=choice.name,
+            section={} if section is None else asdict(section),
+        )
         hf_folder.write_json(folder / MARKER, {"from": str(checkpoint), "tensors": len(sizes)})
     return target
+
+
+def write_config(
+    folder: Path,
+    *,
+    assets: Path,
+    size: BackboneSize,
+    dtype: torch.dtype,
+    name: str,
+    section: dict[str, Any],
+) -> None:
+    """The config.json of an export: the backbone's, with method and section under :data:`HF_SECTION`."""
+    config = _export_config(size, assets=assets, dtype=dtype)
+    config.pop(HF_SECTION, None)
+    if name != "ar":
+        config[HF_SECTION] = {"name": name, "section": section}
+    hf_folder.write_json(folder / "config.json", config)
 
 
 def model_spec(choice: ModelChoice, *, assets: Path | None) -> ModelSpec:
@@ -162,6 +184,20 @@ def model_spec(choice: ModelChoice, *, assets: Path | None) -> ModelSpec:
     return registry.method(choice.name).model_registry(
         choice.flavor, attention="dense", hf_assets_path=path, **own
     )
+
+
+def _completed(choice: ModelChoice, *, assets: Path) -> ModelChoice:
+    """The choice with what the method's section leaves to the folder, such as the mask token's id."""
+    complete = getattr(registry.method(choice.name), "complete", None)
+    if complete is None:
+        return choice
+    from torchtitan_ext.trainer import default_config  # the trainer imports this room
+
+    config: Any = default_config({"name": choice.name})
+    config.model.flavor, config.model.hf_assets_path = choice.flavor, str(assets)
+    setattr(config, choice.name, _section(choice))
+    complete(config)
+    return replace(choice, section=asdict(getattr(config, choice.name)))
 
 
 def _section(choice: ModelChoice) -> Any:

@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
-from torchtitan_ext.checkpoint import assets, hf_folder, whole
+from torchtitan_ext.backbones import HFAdapter
+from torchtitan_ext.checkpoint import assets, convert, hf_folder, whole
 from torchtitan_ext.config import toml_text
 from torchtitan_ext.errors import UserError
 
@@ -53,6 +54,8 @@ class ExtCheckpointManager(CheckpointManager):
     _config_text: str | None = None
     _saving: str = ""
     _assets_path: str = ""
+    _method: str = "ar"
+    _section: dict[str, Any]
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
@@ -68,6 +71,9 @@ class ExtCheckpointManager(CheckpointManager):
         """Give the resolved config and the assets that are kept beside every checkpoint."""
         self._config_text = toml_text(config)
         self._assets_path = config.hf_assets_path
+        self._method = config.model.name
+        own = getattr(config, self._method, None)
+        self._section = {} if own is None else asdict(own)
 
     def _check_free_disk(self) -> None:
         """Refuse to start when not even one checkpoint fits.
@@ -100,7 +106,22 @@ class ExtCheckpointManager(CheckpointManager):
         with self._undone_on_failure():
             to_hf = bool(kwargs.get("to_hf"))
             on_rank_zero(lambda: self._begin_folder(Path(checkpoint_id), to_hf=to_hf))
-            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+            with self._with_added() if to_hf else contextlib.nullcontext():
+                return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _with_added(self) -> Generator[None]:
+        """Let a Hugging Face save write the method's own parameters too."""
+        adapter: Any = self.sd_adapter
+        before = getattr(adapter, "added", None)
+        if before is None:  # torchtitan's own adapters
+            yield
+            return
+        adapter.added = "keep"
+        try:
+            yield
+        finally:
+            adapter.added = before
 
     def _wait_for_saving(self) -> None:
         """Wait for an asynchronous save, whose failure is met here."""
@@ -132,6 +153,15 @@ class ExtCheckpointManager(CheckpointManager):
             (folder / "config.toml").write_text(self._config_text)
         # A Hugging Face folder has them beside the weights.
         assets.copy(self._assets_path, folder if to_hf else folder / assets.FOLDER)
+        if to_hf and isinstance(self.sd_adapter, HFAdapter):
+            convert.write_config(
+                folder,
+                assets=folder,
+                size=self.sd_adapter.size,
+                dtype=self.export_dtype,
+                name=self._method,
+                section=self._section,
+            )
 
     # --- loading -----------------------------------------------------------------------
 
