@@ -199,7 +199,8 @@ def summary(report: bench.Report) -> str:
     lines = [
         f"machine: fp32 matrix product {rates.matmul_gflops:.1f} GFLOP/s, copy {rates.copy_gbytes:.1f} GB/s",
         f"device: {report.device}, {settings.threads} threads; load before {report.load_average[0]:.1f}",
-        f"ratio: ours / peer (memory: peer / ours), > 1 is better; median of {settings.rounds} rounds, each A B B A or B A A B",
+        "ratio: ours / peer (memory: peer / ours), > 1 is better; "
+        f"median of {settings.rounds} rounds, each A B B A or B A A B",
         f"versions: {', '.join(f'{name} {version}' for name, version in versions().items())}",
     ]
     return "\n".join(lines)

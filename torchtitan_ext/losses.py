@@ -53,7 +53,8 @@ class TokenCrossEntropy(BaseLoss):
         """Loss of ``pred`` [B, L, V] against ``labels`` [B, L]; -100 is ignored.
 
         With ``loss_weights_BLT`` term t is the weighted sum over tokens, the metric
-        "term_t_mean" (torchtitan sums such over chunks), and the loss the sum of ``term_factors[t]`` times it.
+        "term_t_mean" (torchtitan sums such over chunks), and the loss the sum of
+        ``term_factors[t]`` times it.
         """
         if loss_weights_BL is not None:
             return (_token_losses(pred, labels) * loss_weights_BL).sum(), {}

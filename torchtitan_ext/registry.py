@@ -11,11 +11,14 @@ from types import ModuleType
 from torchtitan_ext.errors import unknown
 
 METHODS: dict[str, str] = {
+    "alodlm": "torchtitan_ext.methods.alodlm",
     "ar": "torchtitan_ext.methods.ar",
     "block_diffusion": "torchtitan_ext.methods.block_diffusion",
     "looped": "torchtitan_ext.methods.looped",
+    "mdlm": "torchtitan_ext.methods.mdlm",
     "t2mlr": "torchtitan_ext.methods.t2mlr",
     "tidar": "torchtitan_ext.methods.tidar",
+    "wedlm": "torchtitan_ext.methods.wedlm",
 }
 
 TORCHTITAN_MODELS: tuple[str, ...] = ("llama3", "qwen3")

@@ -65,7 +65,7 @@ def test_documents_of_one_token_and_rows_that_start_inside_one():
     inside = torch.tensor([[5, 6, 7, 8]]).repeat(1, 2)
     dense = attention.build_mask(masks.doubled_blocks(inside, block_size=4), "dense")[0, 0]
     assert dense[4].tolist() == [False] * 4 + [True, True, True, False]  # block 1 of its document
-    assert dense[7].tolist() == [True, True, True, False] + [False, False, False, True]
+    assert dense[7].tolist() == [True, True, True, False, False, False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["block", "last_block"])

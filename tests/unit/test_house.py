@@ -70,7 +70,9 @@ def test_registry_lists_exactly_the_method_folders():
     assert set(METHODS) == folders
 
 
-@pytest.mark.parametrize("method", ["ar", "block_diffusion", "looped", "t2mlr", "tidar"])
+@pytest.mark.parametrize(
+    "method", ["alodlm", "ar", "block_diffusion", "looped", "mdlm", "t2mlr", "tidar", "wedlm"]
+)
 def test_method_folder_has_the_usual_files(method):
     folder = PACKAGE / "methods" / method
     for name in ("README.md", "__init__.py", "config_registry.py", "model.py", "objective.py", "decode.py"):

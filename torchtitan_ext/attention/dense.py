@@ -16,7 +16,6 @@ from torchtitan.protocols.module import Module
 
 from torchtitan_ext.masks import Mask
 
-
 TILE = 128
 """Queries and keys of a tile in tokens: small enough to skip much, large enough to be worth a call."""
 

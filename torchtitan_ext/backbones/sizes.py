@@ -241,7 +241,6 @@ SIZES: dict[str, BackboneSize] = {
     "smollm2-360M": _SMOLLM2_360M,
     "smollm2-1.7B": _SMOLLM2_1_7B,
     "smollm2-debug": _debug(_SMOLLM2_135M),
-    # Large enough to learn spelling in minutes of a CPU, for demonstrations on bytes.
     # For synthetic tasks, layers x dim; the vocabulary holds the tasks' own ids. The smaller one is
     # read beyond its trained length: with a high base most of its rotations stay where it has seen them.
     "smollm2-task-2x64": replace(
@@ -254,7 +253,11 @@ SIZES: dict[str, BackboneSize] = {
     "smollm2-135M-584": replace(_SMOLLM2_135M, dim=584),
     # The T2MLR paper's 1B model; it states 1B parameters and 32 layers' bands, the rest is ours.
     "smollm2-1B": replace(_SMOLLM2_1_7B, n_layers=32, dim=1536, n_heads=24, n_kv_heads=8, ffn_dim=5120),
-    "smollm2-tiny": replace(_debug(_SMOLLM2_135M, head_dim=32), dim=192, n_heads=6, ffn_dim=512),
+    # Large enough to learn spelling in minutes of a CPU, for demonstrations on bytes.
+    # At this width the usual std of 0.02 starts far slower.
+    "smollm2-tiny": replace(
+        _debug(_SMOLLM2_135M, head_dim=32), dim=192, n_heads=6, ffn_dim=512, init_std=192**-0.5
+    ),
     "qwen2_5-1.5B": _QWEN2_5_1_5B,
     "qwen2_5-debug": _debug(_QWEN2_5_1_5B),
     "qwen3-1.7B": _QWEN3_1_7B,
@@ -264,6 +267,14 @@ SIZES: dict[str, BackboneSize] = {
     "qwen3-untied-debug": _debug(_QWEN3_8B, head_dim=32),
     "llada-8B": _LLADA_8B,
     "llada-debug": _debug(_LLADA_8B, n_kv_heads=4),
+    "llada-tiny": replace(
+        _debug(_LLADA_8B, head_dim=32),
+        dim=192,
+        n_heads=6,
+        n_kv_heads=6,
+        ffn_dim=512,
+        init_std=192**-0.5,
+    ),
     "dream-7B": _DREAM_7B,
     "dream-debug": _debug(_DREAM_7B),
 }

@@ -19,7 +19,13 @@ from torch import nn
 from torchtitan.models.common.decoder import Decoder as TitanDecoder
 
 from torchtitan_ext.attention import DenseAttention
-from torchtitan_ext.decoding.interface import FinishReason, Generation, GenerationResult, OnToken
+from torchtitan_ext.decoding.interface import (
+    FinishReason,
+    Generation,
+    GenerationResult,
+    OnToken,
+    row_seeds,
+)
 from torchtitan_ext.decoding.kv_cache import KVCache
 from torchtitan_ext.decoding.rotary import step_rotary
 from torchtitan_ext.decoding.sampling import GREEDY, SamplingParams, row_generators, sample
@@ -67,10 +73,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         bos_id=bos_id,
     )
-    if seeds is None:
-        seeds = [sampling.seed + row for row in range(len(starts))]
-    if len(seeds) != len(starts):
-        raise UserError(f"got {len(seeds)} seeds for {len(starts)} prompts")
+    seeds = row_seeds(seeds, rows=len(starts), sampling=sampling)
     rows = [
         _Row(index=i, prompt=prompt, generator=generator)
         for i, (prompt, generator) in enumerate(zip(starts, row_generators(seeds), strict=True))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, get_args
@@ -28,7 +28,15 @@ from torchtitan.models.common.decoder import Decoder as TitanDecoder
 from torchtitan_ext import errors
 from torchtitan_ext.attention import DenseAttention
 from torchtitan_ext.decoding import autoregressive
-from torchtitan_ext.decoding.interface import FinishReason, Generation, GenerationResult, OnToken
+from torchtitan_ext.decoding.interface import (
+    FinishReason,
+    Generation,
+    GenerationResult,
+    OnStep,
+    OnToken,
+    check_mask_id,
+    row_seeds,
+)
 from torchtitan_ext.decoding.kv_cache import KVCache
 from torchtitan_ext.decoding.rotary import step_rotary
 from torchtitan_ext.decoding.sampling import (
@@ -43,9 +51,6 @@ from torchtitan_ext.errors import UserError
 
 Policy = Literal["confidence", "threshold", "left_to_right"]
 Clean = Literal["causal", "block"]
-
-OnStep = Callable[[int, int], None]
-"""Called with (row, count) after every forward of a row: how many tokens it revealed."""
 
 
 def select_confident(confidence: Sequence[float], count: int) -> list[int]:
@@ -229,10 +234,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         bos_id=bos_id,
     )
-    if seeds is None:
-        seeds = [sampling.seed + row for row in range(len(starts))]
-    if len(seeds) != len(starts):
-        raise UserError(f"got {len(seeds)} seeds for {len(starts)} prompts")
+    seeds = row_seeds(seeds, rows=len(starts), sampling=sampling)
     rows = [
         _Row(index=i, prompt=prompt, generator=generator, max_new_tokens=max_new_tokens, rules=rules)
         for i, (prompt, generator) in enumerate(zip(starts, row_generators(seeds), strict=True))
@@ -416,8 +418,5 @@ def _checked_model(model: nn.Module, mask_id: int) -> TitanDecoder:
         raise UserError(f"{type(model).__name__} is not a decoder")
     if not any(isinstance(module, DenseAttention) for module in model.modules()):
         raise UserError("decoding with a KV cache needs a model built with attention = 'dense'")
-    if not 0 <= mask_id < model.config.vocab_size:
-        raise UserError(
-            f"mask_id {mask_id} is outside the model's vocabulary of {model.config.vocab_size} tokens"
-        )
+    check_mask_id(mask_id, vocab_size=model.config.vocab_size)
     return model

@@ -19,6 +19,10 @@ FinishReason = Literal["stop", "length"]
 OnToken = Callable[[int, int], bool | None]
 """Called with (row, token) for every new token in order; a true result ends the row there."""
 
+OnStep = Callable[[int, int], None]
+"""Called with (row, count) for every forward of a row that may settle several tokens: how many it did,
+before their ``OnToken`` calls."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationResult:
@@ -103,6 +107,24 @@ class Decoder(Protocol):
         Errors: :class:`UserError` before the first forward for prompts that do not fit.
         """
         ...
+
+
+def row_seeds(seeds: Sequence[int] | None, *, rows: int, sampling: SamplingParams) -> Sequence[int]:
+    """The seed of each row: as given, else ``sampling.seed`` + row.
+
+    Errors: another number of seeds than of rows.
+    """
+    if seeds is None:
+        return [sampling.seed + row for row in range(rows)]
+    if len(seeds) != rows:
+        raise UserError(f"got {len(seeds)} seeds for {rows} prompts")
+    return seeds
+
+
+def check_mask_id(mask_id: int, *, vocab_size: int) -> None:
+    """Errors: a mask token that the model's vocabulary does not have."""
+    if not 0 <= mask_id < vocab_size:
+        raise UserError(f"mask_id {mask_id} is outside the model's vocabulary of {vocab_size} tokens")
 
 
 def decoder_for(method: str) -> Decoder:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,15 @@ from torchtitan.models.common.decoder import Decoder as TitanDecoder
 
 from torchtitan_ext.decoding import autoregressive
 from torchtitan_ext.decoding.autoregressive import checked_model, checked_prompts, context_length, headless
-from torchtitan_ext.decoding.interface import FinishReason, Generation, GenerationResult, OnToken
+from torchtitan_ext.decoding.interface import (
+    FinishReason,
+    Generation,
+    GenerationResult,
+    OnStep,
+    OnToken,
+    check_mask_id,
+    row_seeds,
+)
 from torchtitan_ext.decoding.kv_cache import KVCache
 from torchtitan_ext.decoding.rotary import step_rotary
 from torchtitan_ext.decoding.sampling import (
@@ -46,9 +54,6 @@ from torchtitan_ext.decoding.sampling import (
     uniforms,
 )
 from torchtitan_ext.errors import UserError
-
-OnStep = Callable[[int, int], None]
-"""Called with (row, count) before the tokens of one forward: how many the verifier settled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +110,7 @@ def generate(
     decoder = checked_model(model)
     context = context_length(decoder)
     vocab_size = decoder.config.vocab_size
-    if not 0 <= mask_id < vocab_size:
-        raise UserError(f"mask_id {mask_id} is outside the model's vocabulary of {vocab_size} tokens")
+    check_mask_id(mask_id, vocab_size=vocab_size)
     starts = checked_prompts(
         prompts,
         vocab_size=vocab_size,
@@ -114,10 +118,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         bos_id=bos_id,
     )
-    if seeds is None:
-        seeds = [sampling.seed + row for row in range(len(starts))]
-    if len(seeds) != len(starts):
-        raise UserError(f"got {len(seeds)} seeds for {len(starts)} prompts")
+    seeds = row_seeds(seeds, rows=len(starts), sampling=sampling)
     rows = [_Row(index=i, prompt=prompt) for i, prompt in enumerate(starts)]
     run = _Run(decoder, drafting, max_new_tokens, frozenset(stop_ids), on_token, on_step)
     begin = time.perf_counter()

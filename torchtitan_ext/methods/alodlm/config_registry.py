@@ -1,0 +1,19 @@
+"""Configs for torchtitan's own ``--module torchtitan_ext.methods.alodlm --config NAME``."""
+
+from typing import Any
+
+from torchtitan_ext.trainer import ExtTrainer, default_config
+
+
+def debug() -> ExtTrainer.Config:
+    """A tiny looped backbone on the standard library's sources, on a CPU."""
+    config: Any = default_config({"name": "alodlm"})
+    config.model.flavor = "smollm2-debug"
+    config.alodlm.block_size = 8
+    config.alodlm.start, config.alodlm.end, config.alodlm.passes = 1, 3, 3
+    config.training.local_batch_size = 8
+    config.training.seq_len = 128
+    config.training.steps = 10
+    config.training.mixed_precision_param = "float32"
+    config.metrics.log_freq = 1
+    return config
