@@ -20,7 +20,7 @@ from tools import convert_from_hf as from_tool
 from tools import convert_to_hf as to_tool
 from torchtitan_ext.backbones import HFAdapter, build_config, hf_config, lookup, size_from_folder
 from torchtitan_ext.checkpoint import hf_folder
-from torchtitan_ext.checkpoint.convert import ModelChoice, convert_from_hf, convert_to_hf
+from torchtitan_ext.checkpoint.convert import ModelChoice, convert_from_hf, convert_to_hf, hf_choice
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -232,3 +232,13 @@ def test_shard_planning_keeps_order_and_limit():
 )
 def test_sizes_in_words(text, nbytes):
     assert hf_folder.parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("flavor", "method"), [("llada-8B", "mdlm"), ("dream-7B", "mdlm"), ("qwen3-8B", "ar"), ("llada-debug", "ar")]
+)
+def test_a_folder_that_does_not_say_is_taken_by_its_attention(flavor, method, tmp_path):
+    """A model that attends in both directions is decoded by denoising, if it names its mask token."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(lookup(flavor))))
+    assert hf_choice(tmp_path).name == method
+    assert hf_choice(tmp_path, flavor=flavor).name == method

@@ -25,7 +25,14 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 from torchtitan_ext import registry
-from torchtitan_ext.backbones import BackboneSize, HFAdapter, hf_config, same_arithmetic, size_from_folder
+from torchtitan_ext.backbones import (
+    BackboneSize,
+    HFAdapter,
+    hf_config,
+    lookup,
+    same_arithmetic,
+    size_from_folder,
+)
 from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD, model_shapes
 from torchtitan_ext.backbones.key_maps import is_ignorable
 from torchtitan_ext.checkpoint import assets as hf_assets
@@ -212,11 +219,25 @@ def _section(choice: ModelChoice) -> Any:
 
 
 def hf_choice(folder: Path, *, flavor: str = "hf") -> ModelChoice:
-    """The method that a Hugging Face folder was exported from, ``ar`` where it does not say."""
+    """The method that a Hugging Face folder was exported from.
+
+    Where it does not say: ``mdlm`` for a model that attends in both directions (LLaDA, Dream),
+    else ``ar``.
+    """
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     own = config.get(HF_SECTION, {}) if isinstance(config, dict) else {}
-    return ModelChoice(name=own.get("name", "ar"), flavor=flavor, section=own.get("section", {}))
+    name = own.get("name") or _plain_method(folder, flavor=flavor)
+    return ModelChoice(name=name, flavor=flavor, section=own.get("section", {}))
+
+
+def _plain_method(folder: Path, *, flavor: str) -> str:
+    try:
+        size = size_from_folder(folder) if flavor == "hf" else lookup(flavor)
+    except UserError:  # what is wrong with the folder is said where it is read
+        return "ar"
+    # Without a mask token in its config it cannot be decoded, but it can still be converted.
+    return "mdlm" if size.attention == "bidirectional" and size.mask_token_id is not None else "ar"
 
 
 def _fresh(spec: ModelSpec, *, have: Collection[str], seed: int) -> dict[str, torch.Tensor]:
