@@ -17,6 +17,7 @@ METHODS: dict[str, str] = {
     "looped": "torchtitan_ext.methods.looped",
     "mdlm": "torchtitan_ext.methods.mdlm",
     "t2mlr": "torchtitan_ext.methods.t2mlr",
+    "tdlm": "torchtitan_ext.methods.tdlm",
     "tidar": "torchtitan_ext.methods.tidar",
     "wedlm": "torchtitan_ext.methods.wedlm",
 }

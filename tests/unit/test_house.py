@@ -71,7 +71,7 @@ def test_registry_lists_exactly_the_method_folders():
 
 
 @pytest.mark.parametrize(
-    "method", ["alodlm", "ar", "block_diffusion", "looped", "mdlm", "t2mlr", "tidar", "wedlm"]
+    "method", ["alodlm", "ar", "block_diffusion", "looped", "mdlm", "t2mlr", "tdlm", "tidar", "wedlm"]
 )
 def test_method_folder_has_the_usual_files(method):
     folder = PACKAGE / "methods" / method

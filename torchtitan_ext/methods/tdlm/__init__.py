@@ -1,0 +1,10 @@
+"""TDLM: a frozen masked diffusion model whose masked positions attend to their own earlier hidden states."""
+
+from torchtitan_ext.methods.tdlm.config import Section, complete
+from torchtitan_ext.methods.tdlm.model import model_registry
+from torchtitan_ext.methods.tdlm.objective import build_objective
+
+NO_WEIGHT_DECAY = (r"temporal\.sink$",)
+"""Parameters without weight decay, whatever [optimizer] says: the sink logits."""
+
+__all__ = ["NO_WEIGHT_DECAY", "Section", "build_objective", "complete", "model_registry"]
