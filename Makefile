@@ -16,8 +16,9 @@ $(READY): pyproject.toml
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch/demo.sh
 
+# Two workers, each with whole files; the longest files come first.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Longer checks, run by hand.
 slow: $(READY)

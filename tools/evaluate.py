@@ -5,10 +5,12 @@
     python tools/evaluate.py outputs/ --task chain_sum --decode-options tokens_per_forward=2
     python tools/evaluate.py outputs/ --decode ar,tidar:4,tidar:8,confidence,left_to_right:2,threshold:0.9
     python tools/evaluate.py outputs/ --decode ar,tidar --task chain_sum
+    python tools/evaluate.py outputs/ --task chain_sum --sweep "tau=0.1,0.4,0.8;q=0.3,0.5" --png frontier.png
 
 The knobs of a task are those of the checkpoint's config.toml; flags override them. Without a task,
-strategies continue held-out documents of the checkpoint's own data. The table (or with --json one
-JSON object) goes to stdout, everything else to stderr.
+strategies continue held-out documents of the checkpoint's own data. --sweep decodes the samples of all
+lengths with every combination of options of the method's own decoder. The table (or with --json one JSON
+object) goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
-from torchtitan_ext.checkpoint.load import LoadedModel, load_model
+from torchtitan_ext.checkpoint.load import LoadedModel, find_folder, load_model
 from torchtitan_ext.data.tasks import TASKS, Task, TextTask
-from torchtitan_ext.decoding import SamplingParams
+from torchtitan_ext.decoding import SamplingParams, decoder_for
 from torchtitan_ext.decoding.choice import chosen_decoder
 from torchtitan_ext.decoding.strategies import FORMS, Strategy
 from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, run_cli, unknown
-from torchtitan_ext.evaluation import decoding, plots, tasks
+from torchtitan_ext.evaluation import decoding, plots, sweep, tasks
+from torchtitan_ext.evaluation.decode_options import parse_options
 from torchtitan_ext.evaluation.prompts import Prompt, file_prompts, held_out_prompts
 
 DECODE_DEFAULTS = {
@@ -64,10 +67,15 @@ def parser() -> argparse.ArgumentParser:
         flag, kind = f"--{knob.replace('_', '-')}", tasks.knob_type(knob)
         add(flag, type=kind, help=f"{knob} of the task instead of the checkpoint's")
     add("--decode-options", default="", metavar="KEY=VALUE,...", help="options of the method's decoder")
+    add("--sweep", metavar="KEY=V,V;KEY=V,V", help="options of the method's decoder, in all combinations")
+    add(
+        "--cost",
+        help=f"what --sweep weighs accuracy against: {', '.join(sweep.COSTS)} (default: gflop or nfe)",
+    )
     add("--decode", metavar="NAME,...", help=f"decoding strategies to compare: {', '.join(FORMS)}")
     _add_decode(add)
     add("--csv", type=Path, metavar="FILE", help="write the table there")
-    add("--png", type=Path, metavar="FILE", help="draw accuracy against length there")
+    add("--png", type=Path, metavar="FILE", help="draw accuracy against length, or cost, there")
     add("--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: %(default)s)")
     add("--device", help="default: the accelerator where there is one, else cpu")
     add("--json", action="store_true", help="print one JSON object instead of the table")
@@ -106,9 +114,12 @@ def main(argv: list[str] | None = None) -> None:
     else:
         check_decode_arguments(args)
     device = usable_device(args.device or default_device())
+    grid = check_sweep(args) if args.sweep is not None else {}
     loaded = load_model(args.path, dtype=DTYPES[args.dtype], device=device, step=args.step)
     if args.task is None:
         run_decode(loaded, args, strategies)
+    elif grid:
+        run_sweep(loaded, args, grid)
     elif strategies:
         run_task_decoded(loaded, args, strategies)
     else:
@@ -117,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_decode_arguments(args: argparse.Namespace) -> None:
     """What can be refused before a model is loaded, without a task; fills in the defaults of --decode."""
-    for name in ("lengths", "png", "decode_options", *tasks.KNOBS):
+    for name in ("lengths", "png", "decode_options", "sweep", "cost", *tasks.KNOBS):
         if getattr(args, name) not in (None, ""):
             raise UserError(f"--{name.replace('_', '-')} belongs to --task, which is not given")
     if args.prompts_file is not None and args.prompt_tokens is not None:
@@ -153,6 +164,7 @@ def check_task_arguments(args: argparse.Namespace) -> None:
             raise UserError("--decode-options are those of the method's own decoder; give it or --decode")
     if args.decode_options and not issubclass(TASKS[args.task], TextTask):
         raise UserError(f"--decode-options has no use for the task {args.task!r}, which is not decoded")
+    check_sweep_arguments(args)
     if args.lengths is not None:
         tasks.parse_lengths(args.lengths)
     for name in ("samples", "batch_size"):
@@ -163,6 +175,29 @@ def check_task_arguments(args: argparse.Namespace) -> None:
             raise UserError(f"{option} {path} is a folder, expected a file")
     if args.png is not None:
         plots.check_can_draw()
+
+
+def check_sweep_arguments(args: argparse.Namespace) -> None:
+    """What can be refused without knowing the checkpoint."""
+    if args.sweep is not None:
+        if not issubclass(TASKS[args.task], TextTask):
+            raise UserError(f"--sweep has no use for the task {args.task!r}, which is not decoded")
+        if args.decode is not None:
+            raise UserError("--sweep varies the method's own decoder; give it or --decode")
+    if args.cost is not None:
+        if args.sweep is None:
+            raise UserError("--cost belongs to --sweep, which is not given")
+        if args.cost not in sweep.COSTS:
+            raise unknown("--cost", args.cost, sweep.COSTS)
+
+
+def check_sweep(args: argparse.Namespace) -> sweep.Grid:
+    """The options to vary, refused before the weights are loaded if the method's decoder lacks them."""
+    folder = find_folder(Path(args.path).expanduser(), step=args.step)
+    args.path, args.step = folder, None  # settled, so that a damaged checkpoint is passed over once
+    decode = decoder_for(sweep.method_of(folder))
+    parse_options(args.decode_options, decode)
+    return sweep.parse_grid(args.sweep, decode)
 
 
 def run_decode(loaded: LoadedModel, args: argparse.Namespace, strategies: Sequence[Strategy]) -> None:
@@ -284,6 +319,39 @@ def run_task(loaded: LoadedModel, args: argparse.Namespace) -> None:
         tasks.write_csv(args.csv, results)
     if args.png is not None:
         draw(args.png, {loaded.method: results}, task, trained)
+
+
+def run_sweep(loaded: LoadedModel, args: argparse.Namespace, grid: sweep.Grid) -> None:
+    """Evaluate the method's decoder over a grid of its options, print, and write what was asked for."""
+    task, trained, lengths = task_and_lengths(loaded, args)
+    assert isinstance(task, TextTask)
+    text = tasks.TextSetup.of(loaded, options=args.decode_options)
+    results = sweep.evaluate(
+        loaded.model,
+        task,
+        lengths,
+        sweep.settings_of(grid),
+        text=text,
+        samples=args.samples,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        cost=args.cost,
+        on_batch=sweep.show_progress,
+    )
+    cost = args.cost or sweep.default_cost(results)
+    records = [result.record() for result in results]
+    if args.json:
+        told = report(loaded, task, trained, [], seed=args.seed, decode_options=dict(text.options))
+        about = {"lengths": lengths, "batch_size": args.batch_size, "sweep": grid, "cost": cost}
+        print(json.dumps({**told, **about, "results": records}))
+    else:
+        spread = f"{task.length_is} {', '.join(map(str, lengths))}"
+        print(f"{loaded.path}: {tasks.describe(task)}; {spread}; {args.samples} samples each")
+        print(sweep.table(results), f"* on the frontier of accuracy and {sweep.COSTS[cost]}", sep="\n")
+    if args.csv is not None:
+        decoding.write_rows(args.csv, records, names=list(records[0]))
+    if args.png is not None:
+        sweep.draw(args.png, results, cost=cost, title=f"{loaded.method}, {tasks.describe(task)}")
 
 
 def draw(path: Path, curves: dict[str, list[tasks.LengthResult]], task: Task, trained: int | None) -> None:

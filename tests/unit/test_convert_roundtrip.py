@@ -235,7 +235,8 @@ def test_sizes_in_words(text, nbytes):
 
 
 @pytest.mark.parametrize(
-    ("flavor", "method"), [("llada-8B", "mdlm"), ("dream-7B", "mdlm"), ("qwen3-8B", "ar"), ("llada-debug", "ar")]
+    ("flavor", "method"),
+    [("llada-8B", "mdlm"), ("dream-7B", "mdlm"), ("qwen3-8B", "ar"), ("llada-debug", "ar")],
 )
 def test_a_folder_that_does_not_say_is_taken_by_its_attention(flavor, method, tmp_path):
     """A model that attends in both directions is decoded by denoising, if it names its mask token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_ext import backbones
-from torchtitan_ext.decoding import autoregressive, block_diffusion, self_speculative
-from torchtitan_ext.decoding.interface import Generation
-from torchtitan_ext.decoding.strategies import Strategy, decoder_of, parse
+from torchtitan_ext import backbones, registry
+from torchtitan_ext.decoding import autoregressive, block_diffusion, masked_diffusion, self_speculative
+from torchtitan_ext.decoding.choice import reports_steps
+from torchtitan_ext.decoding.interface import Generation, decoder_for
+from torchtitan_ext.decoding.strategies import FORMS, KINDS, Strategy, decoder_of, family_of, parse
 from torchtitan_ext.errors import UserError
 
 VOCAB, MASK, SIZE = 40, 39, 4
@@ -62,6 +64,10 @@ def masked_model(**config: Any) -> backbones.Backbone:
         ),
         ("threshold", Strategy(kind="threshold"), "Confidence > 0.9"),
         ("threshold:0.7", Strategy(kind="threshold", threshold=0.7), "Confidence > 0.7"),
+        ("one_token", Strategy(kind="one_token"), "One token a forward"),
+        ("entropy", Strategy(kind="entropy"), "Entropy < 0.5"),
+        ("entropy:1.5", Strategy(kind="entropy", nats=1.5), "Entropy < 1.5"),
+        ("stream", Strategy(kind="stream"), "Streaming"),
     ],
 )
 def test_names(text, strategy, label):
@@ -75,6 +81,7 @@ def test_names(text, strategy, label):
         ("tidar:8:1", "tidar:8"),
         ("confidence:1", "confidence"),
         ("threshold:0.90", "threshold"),
+        ("entropy:0.50", "entropy"),
         (" ar ", "ar"),
     ],
 )
@@ -83,18 +90,22 @@ def test_other_spellings_have_one_name(text, name):
 
 
 @given(
-    kind=st.sampled_from(["ar", "tidar", "confidence", "threshold", "left_to_right"]),
+    kind=st.sampled_from(list(FORMS)),
     count=st.integers(1, 64),
     draft=st.none() | st.integers(1, 64),
     number=st.floats(0, 1),
+    nats=st.floats(0, 100),
 )
-def test_every_name_reads_as_its_strategy(kind, count, draft, number):
+def test_every_name_reads_as_its_strategy(kind, count, draft, number, nats):
     values: dict[str, Any] = {
         "ar": {},
         "tidar": {"draft_length": draft, "beta": number},
         "confidence": {"tokens_per_forward": count},
         "left_to_right": {"tokens_per_forward": count},
         "threshold": {"threshold": number},
+        "one_token": {},
+        "entropy": {"nats": nats},
+        "stream": {},
     }[kind]
     strategy = Strategy(kind=kind, **values)
     assert parse(strategy.name) == strategy
@@ -115,6 +126,11 @@ def test_every_name_reads_as_its_strategy(kind, count, draft, number):
         ("left_to_right:-1", "K must be a whole number of at least 1, got '-1'"),
         ("threshold:1.5", "TAU must be a number between 0 and 1, got '1.5'"),
         ("threshold:nan", "TAU must be a number between 0 and 1, got 'nan'"),
+        ("one_token:2", r"'one_token:2' has too many values \(allowed: one_token\)"),
+        ("stream:4", r"too many values \(allowed: stream\)"),
+        ("entropy:-1", "NATS must be a number of at least 0, got '-1'"),
+        ("entropy:inf", "NATS must be a number of at least 0, got 'inf'"),
+        ("one-token", "did you mean 'one_token'"),
         ("tidar:8:high", "BETA must be a number between 0 and 1, got 'high'"),
     ],
 )
@@ -128,10 +144,15 @@ def test_ar_needs_no_mask_token():
 
 
 @pytest.mark.parametrize("text", ["tidar", "confidence", "threshold", "left_to_right"])
-@pytest.mark.parametrize("config, key", [({}, "mask_token_id"), ({"mask_token_id": MASK}, "block_size")])
-def test_the_others_do(text, config, key):
-    with pytest.raises(UserError, match=f"{text}.*methods tidar, block_diffusion.*has no {key}"):
-        decoder_of(parse(text), random_model(**config))
+def test_the_others_do(text):
+    with pytest.raises(
+        UserError, match=f"'{text}' needs a model trained with a mask token; this Backbone has"
+    ):
+        decoder_of(parse(text), random_model())
+    with pytest.raises(
+        UserError, match=f"'{text}' needs a model trained on masked blocks.*has no block_size"
+    ):
+        decoder_of(parse(text), random_model(mask_token_id=MASK))
 
 
 @pytest.mark.parametrize("config, clean", [({}, "causal"), ({"clean_attention": "block"}, "block")])
@@ -205,3 +226,144 @@ def test_tidar_decodes_as_ar_does():
     want = autoregressive.generate(model, prompts, max_new_tokens=9)
     got = decoder_of(parse("tidar:3"), model)(model, prompts, max_new_tokens=9)
     assert [row.new_tokens for row in got] == [row.new_tokens for row in want]
+
+
+# --- methods with a decoder of their own -----------------------------------------------
+
+MODELS = {
+    "looped": ("smollm2-debug", {"kind": "middle", "start": 1, "end": 2, "loops": 2}),
+    "mdlm": ("llada-debug", {"block_size": SIZE}),
+    "tdlm": ("llada-debug", {"block_size": SIZE, "layers": [0, 1], "heads": 2, "head_dim": 6}),
+    "wedlm": ("smollm2-debug", {"window": 3}),
+    "alodlm": ("smollm2-debug", {"start": 1, "end": 3, "passes": 2, "window": 3}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch):
+    monkeypatch.setitem(registry.METHODS, "tdlm", "torchtitan_ext.methods.tdlm")
+
+
+@functools.cache
+def trained(method: str) -> Any:
+    """A tiny random model of a method."""
+    flavor, knobs = MODELS[method]
+    module = registry.method(method)
+    mask = {} if method == "looped" else {"mask_token_id": 200}
+    model = module.model_registry(
+        flavor, attention="dense", section=module.Section(**mask, **knobs)
+    ).model.build()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model.init_weights()
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 or "gate" in name:
+                parameter.normal_(std=0.2, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def decoded(method: str, decode) -> tuple[list[Any], Any]:
+    """New tokens and forwards of each row, and what the decoder reports."""
+    generation = decode(trained(method), [[1, 2, 3, 4, 5, 6], [3]], max_new_tokens=9)
+    return [(row.new_tokens, row.forwards) for row in generation], generation.extra
+
+
+@pytest.mark.parametrize(
+    "method, family",
+    [("looped", "plain"), ("mdlm", "denoising"), ("tdlm", "denoising"), ("wedlm", "streaming"),
+     ("alodlm", "streaming")],
+)  # fmt: skip
+def test_families(method, family):
+    assert family_of(trained(method)) == family
+
+
+def test_a_family_of_every_other_model():
+    assert family_of(masked_model()) == family_of(masked_model(clean_attention="block")) == "blocks"
+    assert family_of(random_model()) == "plain" and {k for kinds in KINDS.values() for k in kinds} == set(
+        FORMS
+    )
+
+
+@pytest.mark.parametrize(
+    "text, options",
+    [
+        ("one_token", {"policy": "one_token"}),
+        ("confidence", {"policy": "one_token"}),
+        ("confidence:1", {"policy": "one_token"}),
+        ("threshold", {"policy": "threshold", "tau": 0.9}),
+        ("threshold:0.03", {"policy": "threshold", "tau": 0.03}),
+        ("entropy", {"policy": "entropy", "tau": 0.5}),
+        ("entropy:4", {"policy": "entropy", "tau": 4.0}),
+    ],
+)
+def test_policies_of_masked_diffusion(text, options):
+    model = trained("mdlm")
+    got = decoded("mdlm", decoder_of(parse(text), model, method="mdlm"))
+    bound = functools.partial(
+        masked_diffusion.generate, mask_id=200, block_size=SIZE, prediction=model.config.prediction, **options
+    )
+    assert got == decoded("mdlm", bound)
+    traces = got[1]["traces"]
+    assert {trace["policy"] for trace in traces} == {options["policy"]}
+    assert reports_steps(decoder_of(parse(text), model, method="mdlm"), model)
+
+
+def test_a_method_reveals_with_its_own_memory():
+    """The decoder is the method's, not that of the family."""
+    bound = decoder_of(parse("threshold:0.03"), trained("tdlm"), method="tdlm")
+    decode: Any = decoder_for("tdlm")
+    own = functools.partial(decode, policy="threshold", tau=0.03)
+    assert decoded("tdlm", bound) == decoded("tdlm", own)
+    assert decoded("tdlm", bound) != decoded("tdlm", functools.partial(own, window="off"))
+
+
+@pytest.mark.parametrize("method", ["wedlm", "alodlm"])
+def test_stream_is_the_methods_own_decoder(method):
+    assert decoder_of(parse("stream"), trained(method), method=method) is decoder_for(method)
+
+
+def test_ar_of_a_streaming_model_of_one_pass_is_the_plain_decoder():
+    assert decoder_of(parse("ar"), trained("wedlm"), method="wedlm") is autoregressive.generate
+
+
+def test_ar_without_a_mask_token_is_the_methods_own_decoder():
+    assert decoder_of(parse("ar"), trained("looped"), method="looped") is decoder_for("looped")
+    assert decoder_of(parse("ar"), random_model(), method="ar") is decoder_for("ar")
+
+
+DENOISING = r"\(allowed: confidence:1, entropy, one_token, threshold\)"
+
+
+@pytest.mark.parametrize(
+    "method, text, allowed",
+    [
+        ("mdlm", "ar", DENOISING),
+        ("mdlm", "tidar:4", DENOISING),
+        ("mdlm", "confidence:2", DENOISING),
+        ("mdlm", "left_to_right", DENOISING),
+        ("tdlm", "stream", DENOISING),
+        ("wedlm", "tidar", r"\(allowed: ar, stream\)"),
+        ("wedlm", "threshold", r"\(allowed: ar, stream\)"),
+        ("alodlm", "ar", r"\(allowed: stream\)"),
+        ("alodlm", "entropy", r"\(allowed: stream\)"),
+    ],
+)
+def test_wrong_combinations_say_what_the_method_has(method, text, allowed):
+    with pytest.raises(UserError, match=f"^method '{method}' has no decoding strategy '{text}' {allowed}$"):
+        decoder_of(parse(text), trained(method), method=method)
+
+
+@pytest.mark.parametrize("text", ["one_token", "entropy", "stream"])
+def test_models_of_blocks_and_plain_ones_have_none_of_these(text):
+    allowed = r"\(allowed: ar, confidence, left_to_right, threshold, tidar\)"
+    with pytest.raises(UserError, match=f"method 'tidar' has no decoding strategy '{text}' {allowed}"):
+        decoder_of(parse(text), masked_model(), method="tidar")
+    with pytest.raises(
+        UserError, match=rf"'{text}' needs .* mask token; method 'looped' has none \(allowed: ar\)"
+    ):
+        decoder_of(parse(text), trained("looped"), method="looped")
+
+
+def test_the_methods_own_decoder_needs_its_name():
+    with pytest.raises(ValueError, match="name it"):
+        decoder_of(parse("stream"), trained("wedlm"))

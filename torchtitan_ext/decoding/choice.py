@@ -13,13 +13,11 @@ from torchtitan_ext.decoding.strategies import Strategy, decoder_of
 def chosen_decoder(strategy: Strategy | None, model: nn.Module, *, method: str) -> Decoder:
     """The decoder of a strategy; without one, that of the method.
 
-    ``ar`` of a model without a mask token is the method's own decoder too: it emits a token a
-    forward, and knows what the method's model needs besides keys and values.
     Errors: UserError for a strategy that the model cannot follow.
     """
-    if strategy is None or (strategy.kind == "ar" and not _has_mask_token(model)):
+    if strategy is None:
         return decoder_for(method)
-    return decoder_of(strategy, model)
+    return decoder_of(strategy, model, method=method)
 
 
 def reports_steps(decode: Decoder, model: nn.Module) -> bool:

@@ -1,6 +1,8 @@
 """Decoding strategies by name, for generation and evaluation: ``tidar:8``, ``threshold:0.7``.
 
-They are the rows of TiDAR table 4, and the same names work on every model that has a mask token.
+They are the rows of TiDAR table 4, the policies that TDLM is compared with, and ``stream``, the
+decoder of streaming methods. Which of them a model can follow depends on what it was trained for
+(:data:`KINDS`); one name means the same on all of them.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from torch import nn
 
 from torchtitan_ext import errors
 from torchtitan_ext.decoding import autoregressive, block_diffusion, self_speculative
-from torchtitan_ext.decoding.interface import Decoder
+from torchtitan_ext.decoding.interface import Decoder, decoder_for
 from torchtitan_ext.errors import UserError
 
-Kind = Literal["ar", "tidar", "confidence", "threshold", "left_to_right"]
+Kind = Literal["ar", "tidar", "confidence", "threshold", "left_to_right", "one_token", "entropy", "stream"]
+Family = Literal["plain", "blocks", "denoising", "streaming"]
 
 FORMS: dict[Kind, tuple[str, ...]] = {
     "ar": (),
@@ -26,8 +29,19 @@ FORMS: dict[Kind, tuple[str, ...]] = {
     "confidence": ("K",),
     "threshold": ("TAU",),
     "left_to_right": ("K",),
+    "one_token": (),
+    "entropy": ("NATS",),
+    "stream": (),
 }
 """What may follow each name, separated by colons."""
+
+KINDS: dict[Family, tuple[Kind, ...]] = {
+    "plain": ("ar",),
+    "blocks": ("ar", "tidar", "confidence", "threshold", "left_to_right"),
+    "denoising": ("one_token", "threshold", "entropy", "confidence"),
+    "streaming": ("ar", "stream"),
+}
+"""What each family of models can follow; see :func:`family_of`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +49,8 @@ class Strategy:
     """How a model is decoded; the fields that ``kind`` does not name are ignored by it."""
 
     kind: Kind
-    """``ar``: one token a forward; ``tidar``: self-speculation; the others: masked blocks."""
+    """``ar``: one token a forward; ``tidar``: self-speculation; ``stream``: a sliding window of masks;
+    the others: masked blocks."""
 
     draft_length: int | None = None
     """DRAFT of ``tidar``: tokens drafted for a forward; None is the model's block size."""
@@ -49,6 +64,9 @@ class Strategy:
     threshold: float = 0.9
     """TAU of ``threshold``."""
 
+    nats: float = 0.5
+    """NATS of ``entropy``: tokens whose entropy is below it are revealed."""
+
     @property
     def name(self) -> str:
         """The shortest text that :func:`parse` reads as this strategy."""
@@ -59,6 +77,9 @@ class Strategy:
             "confidence": ["" if self.tokens_per_forward == 1 else str(self.tokens_per_forward)],
             "left_to_right": ["" if self.tokens_per_forward == 1 else str(self.tokens_per_forward)],
             "threshold": ["" if self.threshold == 0.9 else _short(self.threshold)],
+            "one_token": [],
+            "entropy": ["" if self.nats == 0.5 else _short(self.nats)],
+            "stream": [],
         }[self.kind]
         return ":".join([self.kind, *values]).rstrip(":")
 
@@ -77,11 +98,18 @@ class Strategy:
                 return f"Left to right, {self.tokens_per_forward} a forward"
             case "threshold":
                 return f"Confidence > {_short(self.threshold)}"
+            case "one_token":
+                return "One token a forward"
+            case "entropy":
+                return f"Entropy < {_short(self.nats)}"
+            case "stream":
+                return "Streaming"
 
 
 def parse(text: str) -> Strategy:
     """A strategy from its name: ``ar``, ``tidar[:DRAFT[:BETA]]``, ``confidence[:K]``,
-    ``left_to_right[:K]`` or ``threshold[:TAU]``; an empty value is the default.
+    ``left_to_right[:K]``, ``threshold[:TAU]``, ``one_token``, ``entropy[:NATS]`` or ``stream``; an empty
+    value is the default.
 
     Errors: an unknown name (with the nearest), a value too many, or one outside its range.
     """
@@ -100,22 +128,83 @@ def parse(text: str) -> Strategy:
     return Strategy(kind=kind, **given)
 
 
-def decoder_of(strategy: Strategy, model: nn.Module) -> Decoder:
+def family_of(model: nn.Module) -> Family:
+    """What decides how a model can be decoded.
+
+    ``plain``: no mask token; ``denoising``: says from which position a masked token is read;
+    ``streaming``: fills a window of masks by entropy; ``blocks``: any other with a mask token.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "mask_token_id", None) is None:
+        return "plain"
+    if getattr(config, "prediction", None) is not None:
+        return "denoising"
+    return "streaming" if getattr(config, "position_penalty", None) is not None else "blocks"
+
+
+def decoder_of(strategy: Strategy, model: nn.Module, *, method: str | None = None) -> Decoder:
     """The decoder of a strategy, with the mask token and the block size of the model.
 
+    ``method``: whose own decoder ``ar`` of a model without a mask token, ``stream`` and the policies of
+    denoising mean; what a strategy does not say is as the model's config has it.
     Besides what every decoder takes, all but the one of ``ar`` take ``on_step``.
-    Errors: a model without a mask token; ``tidar`` on one whose clean tokens see their whole block.
+    Errors: UserError for a strategy that the model's method does not have.
     """
-    if strategy.kind == "ar":
+    family = family_of(model)
+    _check(strategy, model, family=family, method=method)
+    if family == "blocks" and strategy.kind != "ar":
+        return _block_decoder(strategy, model)
+    if strategy.kind == "ar" and (family != "plain" or method is None):
         return autoregressive.generate
-    mask_id, block_size = _trained(model, "mask_token_id", strategy), _trained(model, "block_size", strategy)
-    clean: Any = getattr(model.config, "clean_attention", "causal")
+    if method is None:
+        raise ValueError(f"{strategy.name!r} is decoded by the model's own method; name it")
+    own = decoder_for(method)
+    return cast(Decoder, partial(own, **_POLICIES[strategy.kind](strategy))) if family == "denoising" else own
+
+
+_POLICIES: dict[Kind, Callable[[Strategy], dict[str, Any]]] = {
+    "one_token": lambda strategy: {"policy": "one_token"},
+    "confidence": lambda strategy: {"policy": "one_token"},
+    "threshold": lambda strategy: {"policy": "threshold", "tau": strategy.threshold},
+    "entropy": lambda strategy: {"policy": "entropy", "tau": strategy.nats},
+}
+"""Options of the decoders of denoising; the most confident token alone is their ``one_token``."""
+
+
+def _check(strategy: Strategy, model: nn.Module, *, family: Family, method: str | None) -> None:
+    """Errors: UserError, with what can be followed, for a strategy that this model cannot."""
+    allowed = list(KINDS[family])
+    if family == "streaming" and getattr(model.config, "passes", 1) > 1:
+        allowed.remove("ar")  # the passes of a recurrent core would share one cache
+    several = strategy.kind == "confidence" and strategy.tokens_per_forward > 1
+    if strategy.kind in allowed and not (several and family == "denoising"):
+        return
+    whose = f"method {method!r}" if method is not None else f"this {type(model).__name__}"
+    what = f"{whose} has no decoding strategy {strategy.name!r}"
+    if family == "plain":
+        what = (
+            f"decoding strategy {strategy.name!r} needs a model trained with a mask token; {whose} has none"
+        )
+    shown = ["confidence:1" if family == "denoising" and kind == "confidence" else kind for kind in allowed]
+    raise UserError(f"{what} (allowed: {', '.join(sorted(shown))})")
+
+
+def _block_decoder(strategy: Strategy, model: nn.Module) -> Decoder:
+    """``tidar``, or a policy of masked blocks."""
+    config: Any = model.config
+    clean: Any = getattr(config, "clean_attention", "causal")
+    block_size: int | None = getattr(config, "block_size", None)
+    if block_size is None:
+        raise UserError(
+            f"decoding strategy {strategy.name!r} needs a model trained on masked blocks, "
+            f"but the config of this {type(model).__name__} has no block_size"
+        )
     if strategy.kind != "tidar":
         bound = partial(
             block_diffusion.generate,
-            mask_id=mask_id,
+            mask_id=config.mask_token_id,
             block_size=block_size,
-            policy=strategy.kind,
+            policy=cast(Any, strategy.kind),
             tokens_per_forward=strategy.tokens_per_forward,
             threshold=strategy.threshold,
             clean=clean,
@@ -127,23 +216,15 @@ def decoder_of(strategy: Strategy, model: nn.Module) -> Decoder:
             f"but the model was trained with clean_attention = {clean!r}"
         )
     draft_length = block_size if strategy.draft_length is None else strategy.draft_length
-    bound = partial(self_speculative.generate, mask_id=mask_id, draft_length=draft_length, beta=strategy.beta)
+    bound = partial(
+        self_speculative.generate, mask_id=config.mask_token_id, draft_length=draft_length, beta=strategy.beta
+    )
     return cast(Decoder, bound)
 
 
 def _short(value: float) -> str:
     """The number as a user would write it, without loss."""
     return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-
-
-def _trained(model: nn.Module, key: str, strategy: Strategy) -> int:
-    value = getattr(getattr(model, "config", None), key, None)
-    if value is None:
-        raise UserError(
-            f"decoding strategy {strategy.name!r} needs a model trained with a mask token "
-            f"(methods tidar, block_diffusion), but the config of this {type(model).__name__} has no {key}"
-        )
-    return value
 
 
 def _count(text: str, name: str, value: str) -> int:
@@ -164,9 +245,20 @@ def _fraction(text: str, name: str, value: str) -> float:
     return number
 
 
+def _nats(text: str, name: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise UserError(f"decoding strategy {text!r}: {name} must be a number of at least 0, got {value!r}")
+    return number
+
+
 _VALUES: dict[str, tuple[str, Callable[[str, str, str], Any]]] = {
     "DRAFT": ("draft_length", _count),
     "BETA": ("beta", _fraction),
     "K": ("tokens_per_forward", _count),
     "TAU": ("threshold", _fraction),
+    "NATS": ("nats", _nats),
 }
