@@ -141,7 +141,7 @@ def test_files_hold_the_report(tmp_path, monkeypatch, capsys):
     [
         (
             ["--only", "trian"],
-            r"unknown benchmark 'trian'; did you mean 'train'\? \(allowed: decode, tidar, train\)",
+            r"unknown benchmark 'trian'; did you mean 'train'\? \(allowed: alodlm, decode, tidar, ",
         ),
         (["--rounds", "0"], r"--rounds must be at least 1, got 0"),
         (["--threads", "-1"], r"--threads must be at least 1, got -1"),
@@ -207,9 +207,27 @@ def other_size() -> str:
     return str(caught.value)
 
 
-def test_tidar_is_measured_against_ar():
+@pytest.mark.parametrize("method", sorted(bench_methods.BENCHMARKS))
+def test_a_method_is_measured_against_ar(method):
     """Time and peak memory of both sides; twice the positions cannot be free."""
-    rows = bench_methods.bench_tidar(bench.Settings(rounds=1, threads=1, quick=True))
+    rows = bench_methods.BENCHMARKS[method](bench.Settings(rounds=1, threads=1, quick=True))
     assert [row.unit for row in rows] == ["tokens/s", "MiB"]
-    assert rows[0].what == "train 6 x 256, batch 2 x 32: tidar / ar"
+    assert rows[0].what == f"train 6 x 256, batch 2 x 32: {method} / ar"
+    assert 0 < rows[0].goal < 0.6  # two positions for each token at least
     assert rows[1].ours > rows[1].peer > 0 and rows[1].ratio == rows[1].peer / rows[1].ours
+
+
+def test_peak_bytes_counts_what_is_alive_at_once():
+    import torch
+
+    counter = bench_methods.PeakBytes()
+    kept = torch.zeros(100)
+    counter.see(kept)
+    with counter:
+        for _ in range(3):
+            a = torch.ones(1000)
+            b = a + 1
+            view = b.view(10, 100)
+            del a, b, view
+    assert counter.peak == 4 * (100 + 2000)
+    assert counter.now == 4 * 100
