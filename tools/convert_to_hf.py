@@ -1,6 +1,7 @@
 """Turn a checkpoint into a Hugging Face folder.
 
     python tools/convert_to_hf.py CKPT_DIR HF_DIR --dtype bfloat16
+    python tools/convert_to_hf.py CKPT_DIR FILE.safetensors --adapter
 
 CKPT_DIR is a ``step-N`` folder, or a folder of them: the newest whole one is taken.
 """
@@ -13,8 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan_ext import registry
 from torchtitan_ext.checkpoint import hf_folder
 from torchtitan_ext.checkpoint.convert import ModelChoice, convert_to_hf
+from torchtitan_ext.checkpoint.load import load_model
 from torchtitan_ext.errors import UserError, run_cli
 
 
@@ -31,13 +34,37 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model.flavor", dest="flavor", help="only for a checkpoint without config.toml")
     parser.add_argument("--model.name", dest="name", help="only for a checkpoint without config.toml")
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write only what the method adds to its frozen backbone, as one safetensors file at HF_DIR",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace HF_DIR whatever it holds")
     return parser
+
+
+def write_adapter(args: argparse.Namespace) -> Path:
+    """The method's own parameters alone.
+
+    Errors: a method that has no adapter, a file that is there.
+    """
+    target = Path(args.hf_dir)
+    if target.exists() and not args.overwrite:
+        raise UserError(f"{target} exists; --overwrite replaces it")
+    loaded = load_model(args.ckpt_dir)
+    module = None if registry.is_torchtitan_model(loaded.method) else registry.method(loaded.method)
+    export = getattr(module, "export_adapter", None)
+    if export is None:
+        raise UserError(f"--adapter: method {loaded.method!r} trains its whole model")
+    return export(loaded.model, target)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Convert as the command line says."""
     args = parser().parse_args(argv)
+    if args.adapter:
+        print(f"wrote {write_adapter(args)}")
+        return
     if args.name and not args.flavor:
         raise UserError("--model.name also needs --model.flavor")
     choice = ModelChoice(name=args.name or "ar", flavor=args.flavor) if args.flavor else None

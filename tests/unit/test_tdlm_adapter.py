@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import torchtitan_ext  # noqa: F401 - before torchtitan
 from tests.unit import test_trajectories_common as made
 from tests.unit.test_tdlm_model import MASK, build, logits, trajectory
+from tools import convert_to_hf as to_tool
 from torchtitan_ext import backbones, models, registry
 from torchtitan_ext import config as front
 from torchtitan_ext.checkpoint import hf_folder
@@ -193,6 +194,13 @@ def test_a_backbone_becomes_tdlm_and_comes_back(flavor, tmp_path):
     names = ("sink", *(f"{w}.weight" for w in ("wq", "wk", "wv", "wo")))
     assert own == {f"layers.{i}.temporal.{name}" for i in (1, 2) for name in names}
     assert set(found) - own == set(hf_folder.read_tensors(tmp_path / "hf"))
+    adapter = tmp_path / "temporal.safetensors"
+    to_tool.main([str(tmp_path / "tdlm"), str(adapter), "--adapter"])
+    assert set(load_file(adapter)) == own and adapter.stat().st_mode & 0o044
+    with pytest.raises(UserError, match="exists; --overwrite replaces it"):
+        to_tool.main([str(tmp_path / "tdlm"), str(adapter), "--adapter"])
+    with pytest.raises(UserError, match="method 'ar' trains its whole model"):
+        to_tool.main([str(tmp_path / "hf"), str(tmp_path / "x"), "--adapter"])
     config = json.loads((tmp_path / "out" / "config.json").read_text())["torchtitan_ext"]
     assert (config["name"], config["section"]["layers"]) == ("tdlm", [1, 2])
     convert_from_hf(tmp_path / "out", tmp_path / "back")

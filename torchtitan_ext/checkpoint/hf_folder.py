@@ -264,12 +264,16 @@ def _reason(error: BaseException) -> str:
 
 
 def _apply_umask(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            apply_umask(path)
+
+
+def apply_umask(path: Path) -> None:
     """The usual permissions: safetensors creates files that only their owner can read."""
     umask = os.umask(0)
     os.umask(umask)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~umask)
+    path.chmod(0o666 & ~umask)
 
 
 def _single_file(folder: Path) -> Path:

@@ -3,8 +3,16 @@
 from torchtitan_ext.methods.tdlm.config import Section, complete
 from torchtitan_ext.methods.tdlm.model import model_registry
 from torchtitan_ext.methods.tdlm.objective import build_objective
+from torchtitan_ext.methods.tdlm.state_dict_adapter import export_adapter
 
 NO_WEIGHT_DECAY = (r"temporal\.sink$",)
 """Parameters without weight decay, whatever [optimizer] says: the sink logits."""
 
-__all__ = ["NO_WEIGHT_DECAY", "Section", "build_objective", "complete", "model_registry"]
+__all__ = [
+    "NO_WEIGHT_DECAY",
+    "Section",
+    "build_objective",
+    "complete",
+    "export_adapter",
+    "model_registry",
+]

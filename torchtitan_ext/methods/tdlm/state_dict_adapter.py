@@ -63,6 +63,7 @@ def export_adapter(model: nn.Module, path: str | Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary, metadata=metadata)
+        hf_folder.apply_umask(temporary)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} was not written: {error}") from error
