@@ -189,7 +189,7 @@ def _cells(row: bench.Row) -> tuple[str, ...]:
         f"{row.peer:,.1f} {row.unit}",
         f"{row.ratio:.3f}",
         f"{min(row.ratios):.3f} to {max(row.ratios):.3f}",
-        f">= {row.goal:.2f}",
+        f">= {row.goal:.2f}" if row.goal else "-",
     )
 
 

@@ -90,7 +90,7 @@ class Row:
     """Ours / peer within each round, > 1 is faster; for memory peer / ours, > 1 is less."""
 
     goal: float = GOAL
-    """What the median ratio should reach."""
+    """What the median ratio should reach; 0: nothing is asked."""
 
     @property
     def ratio(self) -> float:
