@@ -35,6 +35,13 @@ class ExtMetricsProcessor(MetricsProcessor):
         if own:
             logger.info("step: %2d  %s", step, "  ".join(f"{k}: {v:.5g}" for k, v in own.items()))
 
+    def log_validation_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Log the objective's metrics over the held-out split, such as the terms of its loss."""
+        if not metrics:
+            return
+        self.logger.log({f"validation_metrics/{name}": value for name, value in metrics.items()}, step)
+        logger.info("validate step: %2d  %s", step, "  ".join(f"{k}: {v:.5g}" for k, v in metrics.items()))
+
     def log_perplexity(self, loss: float, step: int) -> None:
         """Log the perplexity of a validation loss that is a mean negative log-likelihood."""
         perplexity = math.exp(loss) if loss < 700 else math.inf

@@ -264,12 +264,16 @@ class ExtTrainer(Trainer):
         return loss
 
     def _reduced_metrics(self) -> dict[str, float]:
-        """The step's metrics reduced over data-parallel ranks; called on every rank."""
+        """The step's metrics; called on every rank."""
+        return self.reduced(self._step_metrics, microbatches=len(self._local_counts))
+
+    def reduced(self, metrics: dict[str, torch.Tensor], *, microbatches: int) -> dict[str, float]:
+        """Merged metrics of this rank's microbatches, reduced over data-parallel ranks."""
         dims = self.parallel_dims
         mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
         reduced = {}
-        for name in sorted(self._step_metrics):
-            value = self._step_metrics[name]
+        for name in sorted(metrics):
+            value = metrics[name]
             if name.endswith("/max"):
                 reduced[name] = dist_utils.dist_max(value, mesh)
             elif name.endswith("/min"):
@@ -277,7 +281,7 @@ class ExtTrainer(Trainer):
             else:
                 reduced[name] = dist_utils.dist_sum(value, mesh)
             if name.endswith("/mean"):
-                reduced[name] /= len(self._local_counts) * (mesh.size() if mesh is not None else 1)
+                reduced[name] /= microbatches * (mesh.size() if mesh is not None else 1)
         return reduced
 
 

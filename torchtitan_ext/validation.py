@@ -11,7 +11,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from torchtitan_ext.data.loader import DataLoader
 from torchtitan_ext.metrics import ExtMetricsProcessor
-from torchtitan_ext.objective import IGNORE_INDEX, Prepared, microbatch_generator
+from torchtitan_ext.objective import IGNORE_INDEX, Prepared, merge_metrics, microbatch_generator
 
 
 class ExtValidator(Validator):
@@ -56,22 +56,29 @@ class ExtValidator(Validator):
         batches = self._prepare()
         counts = self.trainer.global_counts([b.counts for b in batches])
         total = torch.zeros((), dtype=torch.float64, device=self.trainer.device)
+        metrics: dict[str, torch.Tensor] = {}
         for batch in batches:
-            total += self._loss(model, batch, counts).double()
+            loss, own = self._loss(model, batch, counts)
+            total += loss.double()
+            merge_metrics(metrics, own)
         mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
         loss = dist_utils.dist_sum(total, mesh)
         self.metrics_processor.log_validation(loss=loss, step=step)
         if self.trainer.objective.perplexity:
             self.metrics_processor.log_perplexity(loss, step)
+        reduced = self.trainer.reduced(metrics, microbatches=len(batches))
+        self.metrics_processor.log_validation_metrics(reduced, step)
         model.train()
 
-    def _loss(self, model: nn.Module, batch: Prepared, counts: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _loss(
+        self, model: nn.Module, batch: Prepared, counts: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         device = self.trainer.device
         tokens, model_inputs, loss_inputs = self.trainer.model_inputs(
             {k: v.to(device) for k, v in batch.inputs.items()}
         )
         with self.validation_context():
-            loss, _ = self.trainer.objective.loss(
+            return self.trainer.objective.loss(
                 model,
                 tokens,
                 batch.labels.to(device),
@@ -80,7 +87,6 @@ class ExtValidator(Validator):
                 counts=counts,
                 loss_fn=self.loss_fn,
             )
-        return loss
 
     def _prepare(self) -> list[Prepared]:
         """All prepared batches of this rank, filled up with empty ones to the longest rank's number."""

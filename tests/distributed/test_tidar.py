@@ -85,6 +85,28 @@ def test_logs_both_terms_and_counts_each_data_token_once(tmp_path):
     assert steps and all(seen == step * 8 * 48 for step, seen in steps)
 
 
+def test_validation_logs_both_terms_the_same_on_any_number_of_ranks(tmp_path):
+    results = {}
+    for world, batch in ((1, "8"), (2, "4")):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        args = [
+            *(*BASE, "--training.steps", "1", "--training.local_batch_size", batch),
+            *("--validator.enable", "--validator.freq", "1", "--validator.steps", "2"),
+        ]
+        rows = run(jobs.train, world=world, folder=str(folder), args=args)[0]["rows"]
+        results[world] = {
+            name: value
+            for _, row in rows
+            for name, value in row.items()
+            if name.startswith("validation_metrics/") and "loss" in name
+        }
+    one = results[1]
+    terms = [one[f"validation_metrics/tidar/{term}_loss"] for term in ("ar", "diffusion")]
+    assert one["validation_metrics/loss"] == pytest.approx(sum(terms) / 2, rel=1e-5)
+    assert results[2] == pytest.approx(one, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_compile_changes_nothing(tmp_path):
     results = {}
