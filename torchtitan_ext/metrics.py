@@ -27,6 +27,7 @@ class ExtMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
+        """torchtitan's line and scalars of a step, and the objective's metrics."""
         own = self.collect() if self.collect is not None else {}
         if math.isnan(global_max_loss) and math.isfinite(global_avg_loss):
             # A rank without supervised tokens has no mean loss (0 / 0 in torchtitan's maximum).

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,14 +20,13 @@ from torchtitan.models.common.decoder import Decoder as TitanDecoder
 
 from torchtitan_ext.attention import DenseAttention
 from torchtitan_ext.decoding.interface import (
-    FinishReason,
     Generation,
-    GenerationResult,
     OnToken,
     row_seeds,
 )
 from torchtitan_ext.decoding.kv_cache import KVCache
 from torchtitan_ext.decoding.rotary import step_rotary
+from torchtitan_ext.decoding.rows import Row
 from torchtitan_ext.decoding.sampling import GREEDY, SamplingParams, row_generators, sample
 from torchtitan_ext.errors import UserError
 
@@ -83,7 +82,9 @@ def generate(
     with torch.inference_mode(), headless(decoder), step_rotary(decoder):
         forwards = run(rows) if rows else 0
     seconds = time.perf_counter() - begin
-    return Generation(results=[row.result() for row in rows], forwards=forwards, seconds=seconds)
+    return Generation(
+        results=[row.result(forwards=row.forwards) for row in rows], forwards=forwards, seconds=seconds
+    )
 
 
 class Session:
@@ -110,24 +111,11 @@ class Session:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class _Row(Row):
     """A row while it is being generated."""
 
-    index: int
-    prompt: list[int]
     generator: torch.Generator
-    new: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
     forwards: int = 0
-
-    def result(self) -> GenerationResult:
-        assert self.finish is not None
-        return GenerationResult(
-            tokens=[*self.prompt, *self.new],
-            new_tokens=self.new,
-            finish_reason=self.finish,
-            forwards=self.forwards,
-        )
 
 
 @dataclass(slots=True)
@@ -162,13 +150,8 @@ class _Run:
             forwards += 1
 
     def _take(self, row: _Row, token: int) -> None:
-        row.new.append(token)
         row.forwards += 1
-        ended = self.on_token is not None and bool(self.on_token(row.index, token))
-        if ended or token in self.stop_ids:
-            row.finish = "stop"
-        elif len(row.new) == self.max_new_tokens:
-            row.finish = "length"
+        row.give([token], on_token=self.on_token, stop_ids=self.stop_ids, limit=self.max_new_tokens)
 
 
 def padded(prompts: Sequence[Sequence[int]], *, device: torch.device) -> torch.Tensor:

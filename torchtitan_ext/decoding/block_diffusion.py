@@ -29,9 +29,7 @@ from torchtitan_ext import errors
 from torchtitan_ext.attention import DenseAttention
 from torchtitan_ext.decoding import autoregressive
 from torchtitan_ext.decoding.interface import (
-    FinishReason,
     Generation,
-    GenerationResult,
     OnStep,
     OnToken,
     check_mask_id,
@@ -39,6 +37,7 @@ from torchtitan_ext.decoding.interface import (
 )
 from torchtitan_ext.decoding.kv_cache import KVCache
 from torchtitan_ext.decoding.rotary import step_rotary
+from torchtitan_ext.decoding.rows import Row
 from torchtitan_ext.decoding.sampling import (
     GREEDY,
     SamplingParams,
@@ -244,7 +243,7 @@ def generate(
     with torch.inference_mode(), autoregressive.headless(decoder), step_rotary(decoder):
         forwards = run(rows) if rows else 0
     return Generation(
-        results=[row.result() for row in rows],
+        results=[row.result(forwards=len(row.revealed)) for row in rows],
         forwards=forwards,
         seconds=time.perf_counter() - begin,
         extra={"revealed": [row.revealed for row in rows]},
@@ -252,11 +251,9 @@ def generate(
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class _Row(Row):
     """A row while it is being generated."""
 
-    index: int
-    prompt: list[int]
     generator: torch.Generator
     max_new_tokens: int
     rules: Rules
@@ -269,9 +266,7 @@ class _Row:
     block: list[int | None] = field(init=False)
     """The active block; None is a mask."""
 
-    new: list[int] = field(default_factory=list)
     revealed: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
 
     def __post_init__(self) -> None:
         observed = len(self.prompt) % self.rules.block_size if self.rules.clean == "block" else 0
@@ -306,15 +301,6 @@ class _Row:
     def _leading(self, begin: int) -> list[int]:
         """Known tokens of the active block from slot ``begin`` to the first mask."""
         return [t for t in takewhile(lambda token: token is not None, self.block[begin:]) if t is not None]
-
-    def result(self) -> GenerationResult:
-        assert self.finish is not None
-        return GenerationResult(
-            tokens=[*self.prompt, *self.new],
-            new_tokens=self.new,
-            finish_reason=self.finish,
-            forwards=len(self.revealed),
-        )
 
 
 @dataclass(slots=True)
@@ -380,14 +366,7 @@ class _Run:
         ready = row.reveal(tokens)
         if self.on_step is not None:
             self.on_step(row.index, len(tokens))
-        for token in ready:
-            row.new.append(token)
-            ended = self.on_token is not None and bool(self.on_token(row.index, token))
-            if ended or token in self.stop_ids:
-                row.finish = "stop"
-                return
-        if len(row.new) == row.max_new_tokens:
-            row.finish = "length"
+        row.give(ready, on_token=self.on_token, stop_ids=self.stop_ids, limit=row.max_new_tokens)
 
     def _forward(
         self, cache: KVCache, clean: Sequence[Sequence[int]], blocks: Sequence[Sequence[int | None]]

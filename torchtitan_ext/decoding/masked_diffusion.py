@@ -24,15 +24,14 @@ from torchtitan_ext.backbones import Backbone
 from torchtitan_ext.decoding import autoregressive
 from torchtitan_ext.decoding.block_diffusion import choose, select_confident
 from torchtitan_ext.decoding.interface import (
-    FinishReason,
     Generation,
-    GenerationResult,
     OnStep,
     OnToken,
     check_mask_id,
     row_seeds,
 )
 from torchtitan_ext.decoding.rotary import step_rotary
+from torchtitan_ext.decoding.rows import Row
 from torchtitan_ext.decoding.sampling import GREEDY, SamplingParams, row_generators
 from torchtitan_ext.errors import UserError
 
@@ -206,7 +205,7 @@ def generate(
     with torch.inference_mode(), step_rotary(backbone):
         forwards = run(rows) if rows else 0
     return Generation(
-        results=[row.result() for row in rows],
+        results=[row.result(forwards=row.forwards) for row in rows],
         forwards=forwards,
         seconds=time.perf_counter() - begin,
         extra={"traces": [row.trace() for row in rows]},
@@ -214,11 +213,9 @@ def generate(
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class _Row(Row):
     """A row while it is being denoised."""
 
-    index: int
-    prompt: list[int]
     generator: torch.Generator
     rules: Rules
     response: list[int | None]
@@ -226,9 +223,7 @@ class _Row:
 
     steps: list[int | None] = field(init=False)
     confidence: list[float | None] = field(init=False)
-    new: list[int] = field(default_factory=list)
     forwards: int = 0
-    finish: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.steps = [None] * len(self.response)
@@ -261,15 +256,6 @@ class _Row:
         ready = self.response[len(self.new) :]
         first_mask = ready.index(None) if None in ready else len(ready)
         return [token for token in ready[:first_mask] if token is not None]
-
-    def result(self) -> GenerationResult:
-        assert self.finish is not None
-        return GenerationResult(
-            tokens=[*self.prompt, *self.new],
-            new_tokens=self.new,
-            finish_reason=self.finish,
-            forwards=self.forwards,
-        )
 
     def trace(self) -> Trace:
         return Trace(
@@ -398,14 +384,7 @@ class _Run:
         ready = row.reveal(places, tokens, confidence)
         if self.on_step is not None:
             self.on_step(row.index, len(places))
-        for token in ready:
-            row.new.append(token)
-            ended = self.on_token is not None and bool(self.on_token(row.index, token))
-            if ended or token in self.stop_ids:
-                row.finish = "stop"
-                return
-        if row.finish is None and len(row.new) == len(row.response):
-            row.finish = "length"
+        row.give(ready, on_token=self.on_token, stop_ids=self.stop_ids, limit=len(row.response))
 
 
 def _checked_model(model: nn.Module, mask_id: int) -> Backbone:

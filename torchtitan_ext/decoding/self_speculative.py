@@ -33,9 +33,7 @@ from torchtitan.models.common.decoder import Decoder as TitanDecoder
 from torchtitan_ext.decoding import autoregressive
 from torchtitan_ext.decoding.autoregressive import checked_model, checked_prompts, context_length, headless
 from torchtitan_ext.decoding.interface import (
-    FinishReason,
     Generation,
-    GenerationResult,
     OnStep,
     OnToken,
     check_mask_id,
@@ -43,6 +41,7 @@ from torchtitan_ext.decoding.interface import (
 )
 from torchtitan_ext.decoding.kv_cache import KVCache
 from torchtitan_ext.decoding.rotary import step_rotary
+from torchtitan_ext.decoding.rows import Row
 from torchtitan_ext.decoding.sampling import (
     GREEDY,
     SamplingParams,
@@ -128,7 +127,7 @@ def generate(
     accepted = [row.accepted for row in rows]
     histogram = Counter(count for counts in accepted for count in counts)
     return Generation(
-        results=[row.result() for row in rows],
+        results=[row.result(forwards=row.forwards) for row in rows],
         forwards=forwards,
         seconds=seconds,
         extra={
@@ -141,24 +140,11 @@ def generate(
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class _Row(Row):
     """A row while it is being generated."""
 
-    index: int
-    prompt: list[int]
-    new: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
     forwards: int = 0
-
-    def result(self) -> GenerationResult:
-        assert self.finish is not None
-        return GenerationResult(
-            tokens=[*self.prompt, *self.new],
-            new_tokens=self.new,
-            finish_reason=self.finish,
-            forwards=self.forwards,
-        )
 
 
 @dataclass(slots=True)
@@ -197,15 +183,7 @@ class _Run:
         row.forwards += 1
         if self.on_step is not None:
             self.on_step(row.index, len(tokens))
-        for token in tokens:
-            row.new.append(token)
-            ended = self.on_token is not None and bool(self.on_token(row.index, token))
-            if ended or token in self.stop_ids:
-                row.finish = "stop"
-            elif len(row.new) == self.max_new_tokens:
-                row.finish = "length"
-            if row.finish is not None:
-                return
+        row.give(tokens, on_token=self.on_token, stop_ids=self.stop_ids, limit=self.max_new_tokens)
 
 
 class Session:

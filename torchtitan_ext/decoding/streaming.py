@@ -32,15 +32,14 @@ from torchtitan_ext.backbones.sizes import BackboneSize
 from torchtitan_ext.decoding import autoregressive
 from torchtitan_ext.decoding.depth_cache import DepthCache, Passes, estimated_flops
 from torchtitan_ext.decoding.interface import (
-    FinishReason,
     Generation,
-    GenerationResult,
     OnStep,
     OnToken,
     check_mask_id,
     row_seeds,
 )
 from torchtitan_ext.decoding.rotary import step_rotary
+from torchtitan_ext.decoding.rows import Row
 from torchtitan_ext.decoding.sampling import GREEDY, SamplingParams, draw, probabilities, row_generators
 from torchtitan_ext.errors import UserError
 
@@ -155,7 +154,14 @@ def generate(
     )
     seeds = row_seeds(seeds, rows=len(starts), sampling=sampling)
     rows = [
-        _Row(i, prompt, generator, max_new_tokens, rules, frozenset(stop_ids))
+        _Row(
+            index=i,
+            prompt=prompt,
+            generator=generator,
+            max_new_tokens=max_new_tokens,
+            rules=rules,
+            stop_ids=frozenset(stop_ids),
+        )
         for i, (prompt, generator) in enumerate(zip(starts, row_generators(seeds), strict=True))
     ]
     way = passes(decoder)
@@ -164,19 +170,17 @@ def generate(
     with torch.inference_mode(), step_rotary(decoder):
         steps = run(rows) if rows else 0
     return Generation(
-        results=[row.result() for row in rows],
+        results=[row.result(forwards=len(row.passes)) for row in rows],
         forwards=steps,
         seconds=time.perf_counter() - begin,
         extra=_report(rows, way, decoder.config.size),
     )
 
 
-@dataclass(slots=True)
-class _Row:
+@dataclass(kw_only=True, slots=True)
+class _Row(Row):
     """A row while it is being generated."""
 
-    index: int
-    prompt: list[int]
     generator: torch.Generator
     max_new_tokens: int
     rules: Rules
@@ -187,10 +191,6 @@ class _Row:
     committed: int = 0
     """New tokens that are in the cache."""
 
-    new: list[int] = field(default_factory=list)
-    """New tokens that were given out; more than the committed ones, for they are known before."""
-
-    finish: FinishReason | None = None
     revealed: list[int] = field(default_factory=list)
     """Slots filled by each step."""
 
@@ -279,15 +279,6 @@ class _Row:
         if not masked or self.stop_ids.intersection(self.known()):
             return False
         return sum(self.halted[slot] for slot in masked) / len(masked) < self.rules.q
-
-    def result(self) -> GenerationResult:
-        assert self.finish is not None
-        return GenerationResult(
-            tokens=[*self.prompt, *self.new],
-            new_tokens=self.new,
-            finish_reason=self.finish,
-            forwards=len(self.passes),
-        )
 
 
 @dataclass(slots=True)
@@ -444,14 +435,7 @@ class _Run:
         """Give out the tokens that have become known, and end the row where it ends."""
         if self.on_step is not None:
             self.on_step(row.index, row.revealed[-1])
-        for token in tokens:
-            row.new.append(token)
-            ended = self.on_token is not None and bool(self.on_token(row.index, token))
-            if ended or token in row.stop_ids:
-                row.finish = "stop"
-                return
-        if len(row.new) == row.max_new_tokens:
-            row.finish = "length"
+        row.give(tokens, on_token=self.on_token, stop_ids=row.stop_ids, limit=row.max_new_tokens)
 
 
 def _report(rows: Sequence[_Row], way: Passes, size: BackboneSize) -> dict[str, Any]:
