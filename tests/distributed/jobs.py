@@ -229,8 +229,22 @@ def refusal(folder: str, args: list[str], toml: str = CONFIG) -> dict[str, Any]:
         entry.run(["--job.config_file", str(path), "--job.dump_folder", str(out), *args])
     except UserError as error:
         left = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) if out.exists() else []
+        leave_together(Path(folder))
         return {"error": str(error), "left": left}
     return {"error": None, "left": []}
+
+
+def leave_together(folder: Path, seconds: float = 60) -> None:
+    """Rank 0 holds the store, which under torchrun outlives every rank: it waits for slower ranks to come."""
+    import os
+
+    world, run = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_PORT"]
+    (folder / f"left-{run}-{os.environ['RANK']}").touch()
+    end = time.monotonic() + seconds
+    while os.environ["RANK"] == "0" and time.monotonic() < end:
+        if len(list(folder.glob(f"left-{run}-*"))) == world:
+            return
+        time.sleep(0.05)
 
 
 def refusal_without_disk(folder: str, args: list[str]) -> dict[str, Any]:
