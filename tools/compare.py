@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torchtitan_ext.checkpoint.load import LoadedModel, load_model
 from torchtitan_ext.data.tasks import TASKS
 from torchtitan_ext.errors import UserError, run_cli
-from torchtitan_ext.evaluation import bench, bench_methods, plots, tasks
+from torchtitan_ext.evaluation import bench, bench_methods, bench_tdlm, plots, tasks
 
-BENCHMARKS = {**bench.BENCHMARKS, **bench_methods.BENCHMARKS}
+BENCHMARKS = {**bench.BENCHMARKS, **bench_methods.BENCHMARKS, **bench_tdlm.BENCHMARKS}
 
 HEADER = ("what", "ours", "peer", "ratio", "rounds", "goal")
 
@@ -94,7 +94,7 @@ def run_bench(args: argparse.Namespace) -> None:
         benchmarks=BENCHMARKS,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    text = f"{table(report)}\n\n{summary(report)}\n"
+    text = "\n\n".join(filter(None, [table(report), notes(report), summary(report)])) + "\n"
     print(text, end="")
     if args.json is not None:
         write(args.json, json.dumps(to_json(report), indent=2) + "\n")
@@ -191,6 +191,11 @@ def _cells(row: bench.Row) -> tuple[str, ...]:
         f"{min(row.ratios):.3f} to {max(row.ratios):.3f}",
         f">= {row.goal:.2f}" if row.goal else "-",
     )
+
+
+def notes(report: bench.Report) -> str:
+    """What the rows say besides, one line a row that has something to say."""
+    return "\n".join(f"- {row.what}: {row.note}" for row in report.rows if row.note)
 
 
 def summary(report: bench.Report) -> str:

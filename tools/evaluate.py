@@ -6,11 +6,13 @@
     python tools/evaluate.py outputs/ --decode ar,tidar:4,tidar:8,confidence,left_to_right:2,threshold:0.9
     python tools/evaluate.py outputs/ --decode ar,tidar --task chain_sum
     python tools/evaluate.py outputs/ --task chain_sum --sweep "tau=0.1,0.4,0.8;q=0.3,0.5" --png frontier.png
+    python tools/evaluate.py outputs/ --task chain_sum --depths --png depths.png
 
 The knobs of a task are those of the checkpoint's config.toml; flags override them. Without a task,
 strategies continue held-out documents of the checkpoint's own data. --sweep decodes the samples of all
-lengths with every combination of options of the method's own decoder. The table (or with --json one JSON
-object) goes to stdout, everything else to stderr.
+lengths with every combination of options of the method's own decoder. --depths shows in which pass of a
+step each kind of token is committed, with --sweep for every combination. The table (or with --json one
+JSON object) goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from torchtitan_ext.decoding.choice import chosen_decoder
 from torchtitan_ext.decoding.strategies import FORMS, Strategy
 from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, run_cli, unknown
-from torchtitan_ext.evaluation import decoding, plots, sweep, tasks
+from torchtitan_ext.evaluation import decoding, depths, plots, sweep, tasks
 from torchtitan_ext.evaluation.decode_options import parse_options
 from torchtitan_ext.evaluation.prompts import Prompt, file_prompts, held_out_prompts
 
@@ -72,10 +74,11 @@ def parser() -> argparse.ArgumentParser:
         "--cost",
         help=f"what --sweep weighs accuracy against: {', '.join(sweep.COSTS)} (default: gflop or nfe)",
     )
+    add("--depths", action="store_true", help="count the passes in which kinds of tokens are committed")
     add("--decode", metavar="NAME,...", help=f"decoding strategies to compare: {', '.join(FORMS)}")
     _add_decode(add)
     add("--csv", type=Path, metavar="FILE", help="write the table there")
-    add("--png", type=Path, metavar="FILE", help="draw accuracy against length, or cost, there")
+    add("--png", type=Path, metavar="FILE", help="draw accuracy against length or cost, or the passes, there")
     add("--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: %(default)s)")
     add("--device", help="default: the accelerator where there is one, else cpu")
     add("--json", action="store_true", help="print one JSON object instead of the table")
@@ -118,6 +121,8 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_model(args.path, dtype=DTYPES[args.dtype], device=device, step=args.step)
     if args.task is None:
         run_decode(loaded, args, strategies)
+    elif args.depths:
+        run_depths(loaded, args, grid)
     elif grid:
         run_sweep(loaded, args, grid)
     elif strategies:
@@ -128,8 +133,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_decode_arguments(args: argparse.Namespace) -> None:
     """What can be refused before a model is loaded, without a task; fills in the defaults of --decode."""
-    for name in ("lengths", "png", "decode_options", "sweep", "cost", *tasks.KNOBS):
-        if getattr(args, name) not in (None, ""):
+    for name in ("lengths", "png", "decode_options", "sweep", "cost", "depths", *tasks.KNOBS):
+        value = getattr(args, name)
+        if value not in (None, "") and value is not False:
             raise UserError(f"--{name.replace('_', '-')} belongs to --task, which is not given")
     if args.prompts_file is not None and args.prompt_tokens is not None:
         raise UserError("--prompt-tokens has no use with --prompts-file, whose lines are the prompts")
@@ -165,6 +171,7 @@ def check_task_arguments(args: argparse.Namespace) -> None:
     if args.decode_options and not issubclass(TASKS[args.task], TextTask):
         raise UserError(f"--decode-options has no use for the task {args.task!r}, which is not decoded")
     check_sweep_arguments(args)
+    check_depths_arguments(args)
     if args.lengths is not None:
         tasks.parse_lengths(args.lengths)
     for name in ("samples", "batch_size"):
@@ -189,6 +196,17 @@ def check_sweep_arguments(args: argparse.Namespace) -> None:
             raise UserError("--cost belongs to --sweep, which is not given")
         if args.cost not in sweep.COSTS:
             raise unknown("--cost", args.cost, sweep.COSTS)
+
+
+def check_depths_arguments(args: argparse.Namespace) -> None:
+    """What can be refused without knowing the checkpoint."""
+    if not args.depths:
+        return
+    if not issubclass(TASKS[args.task], TextTask):
+        raise UserError(f"--depths has no use for the task {args.task!r}, which is not decoded")
+    for name in ("decode", "cost"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} has no use with --depths, which counts passes of the method's decoder")
 
 
 def check_sweep(args: argparse.Namespace) -> sweep.Grid:
@@ -352,6 +370,38 @@ def run_sweep(loaded: LoadedModel, args: argparse.Namespace, grid: sweep.Grid) -
         decoding.write_rows(args.csv, records, names=list(records[0]))
     if args.png is not None:
         sweep.draw(args.png, results, cost=cost, title=f"{loaded.method}, {tasks.describe(task)}")
+
+
+def run_depths(loaded: LoadedModel, args: argparse.Namespace, grid: sweep.Grid) -> None:
+    """Count in which pass each kind of token is committed, print, and write what was asked for."""
+    depths.passes_of(loaded.model, method=loaded.method)
+    task, trained, lengths = task_and_lengths(loaded, args)
+    assert isinstance(task, TextTask)
+    text = tasks.TextSetup.of(loaded, options=args.decode_options)
+    results = depths.evaluate(
+        loaded.model,
+        task,
+        lengths,
+        sweep.settings_of(grid),
+        method=loaded.method,
+        text=text,
+        samples=args.samples,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        on_batch=sweep.show_progress,
+    )
+    records = [result.record() for result in results]
+    if args.json:
+        told = report(loaded, task, trained, [], seed=args.seed, decode_options=dict(text.options))
+        print(json.dumps({**told, "lengths": lengths, "sweep": grid, "results": records}))
+    else:
+        spread = f"{task.length_is} {', '.join(map(str, lengths))}"
+        print(f"{loaded.path}: {tasks.describe(task)}; {spread}; {args.samples} samples each")
+        print(depths.table(results))
+    if args.csv is not None:
+        decoding.write_rows(args.csv, records, names=list(records[0]))
+    if args.png is not None:
+        depths.draw(args.png, results, title=f"{loaded.method}, {tasks.describe(task)}")
 
 
 def draw(path: Path, curves: dict[str, list[tasks.LengthResult]], task: Task, trained: int | None) -> None:

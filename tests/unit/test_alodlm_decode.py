@@ -262,7 +262,7 @@ def test_left1_fills_from_the_left_one_a_pass():
     result = decode(model, [prompt], max_new_tokens=10, window=4, left1=True, q=1.0, tau=9.0)
     assert result.extra["revealed"] == result.extra["passes"] == [[3, 3, 3, 1]]
     assert result.extra["depths"] == [[1, 2, 3, 1, 2, 3, 1, 2, 3, 1]]
-    assert result.extra["tokens_per_forward"] == 2.5 and result.forwards == 4
+    assert result.extra["tokens_per_step"] == 2.5 and result.forwards == 1 + 4
 
 
 def test_no_pass_follows_a_stop_token_that_ends_the_row():

@@ -11,7 +11,7 @@ import torchtitan_ext  # noqa: F401 - before torchtitan
 from tests.distributed import harness
 from tools import compare
 from torchtitan_ext.errors import UserError
-from torchtitan_ext.evaluation import bench, bench_methods
+from torchtitan_ext.evaluation import bench, bench_methods, bench_tdlm
 
 
 class Stopwatch:
@@ -141,7 +141,7 @@ def test_files_hold_the_report(tmp_path, monkeypatch, capsys):
     [
         (
             ["--only", "trian"],
-            r"unknown benchmark 'trian'; did you mean 'train'\? \(allowed: alodlm, decode, tidar, ",
+            r"unknown benchmark 'trian'; did you mean 'train'\? \(allowed: alodlm, decode, tdlm, tidar, ",
         ),
         (["--rounds", "0"], r"--rounds must be at least 1, got 0"),
         (["--threads", "-1"], r"--threads must be at least 1, got -1"),
@@ -215,6 +215,36 @@ def test_a_method_is_measured_against_ar(method):
     assert rows[0].what == f"train 6 x 256, batch 2 x 32: {method} / ar"
     assert 0 < rows[0].goal < 0.6  # two positions for each token at least
     assert rows[1].ours > rows[1].peer > 0 and rows[1].ratio == rows[1].peer / rows[1].ours
+
+
+def test_tdlm_is_measured_against_its_backbone():
+    """Both sides of every row do work, and the bytes are the formula's."""
+    rows = bench_tdlm.bench_tdlm(bench.Settings(rounds=1, threads=1, quick=True))
+    heads = ["decoding forward"] * 2 + ["decode"] + ["train"] * 2 + ["temporal cache"] * 2
+    assert all(row.what.startswith(f"{head} 4 x 64") for row, head in zip(rows, heads, strict=True))
+    assert all(row.ours > 0 and row.peer > 0 and len(row.ratios) == 1 for row in rows)
+    held, buffers = rows[-2:]
+    assert held.ratio == 1.0 and held.peer * 2**20 == 2 * 8 * 3 * 2 * 4 * 8 * 4
+    assert buffers.ours >= held.ours and buffers.note
+    assert rows[3].note in compare.notes(report(*rows)) and compare.notes(report(row())) == ""
+
+
+def test_the_plain_training_step_reaches_as_deep_as_the_temporal_modules():
+    """As many blocks run a backward on both sides, and the plain one leaves no gradients."""
+    model = bench_tdlm.build(bench_tdlm.QUICK)
+    step, plain_step, _ = bench_tdlm.training_works(model, bench_tdlm.QUICK)
+    reached: list[str] = []
+    for name, block in model.layers.items():
+        block.feed_forward.register_full_backward_hook(lambda *_, name=name: reached.append(name))
+    for work in (step, plain_step):
+        reached.clear()
+        assert work() == 9 and reached == ["3", "2", "1"]
+    model.zero_grad()
+    plain_step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    step()
+    given = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert given and all(".temporal." in name for name in given)
 
 
 def test_peak_bytes_counts_what_is_alive_at_once():

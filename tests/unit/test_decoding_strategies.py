@@ -12,11 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_ext import backbones, registry
-from torchtitan_ext.decoding import autoregressive, block_diffusion, masked_diffusion, self_speculative
+from torchtitan_ext.decoding import (
+    autoregressive,
+    block_diffusion,
+    clean_stream,
+    masked_diffusion,
+    self_speculative,
+)
 from torchtitan_ext.decoding.choice import reports_steps
+from torchtitan_ext.decoding.depth_cache import cost_report
 from torchtitan_ext.decoding.interface import Generation, decoder_for
 from torchtitan_ext.decoding.strategies import FORMS, KINDS, Strategy, decoder_of, family_of, parse
 from torchtitan_ext.errors import UserError
+from torchtitan_ext.methods.alodlm.decode import LoopedPasses
 
 VOCAB, MASK, SIZE = 40, 39, 4
 
@@ -323,7 +331,18 @@ def test_stream_is_the_methods_own_decoder(method):
 
 
 def test_ar_of_a_streaming_model_of_one_pass_is_the_plain_decoder():
-    assert decoder_of(parse("ar"), trained("wedlm"), method="wedlm") is autoregressive.generate
+    tokens, extra = decoded("wedlm", decoder_of(parse("ar"), trained("wedlm")))
+    assert tokens == decoded("wedlm", autoregressive.generate)[0]
+    assert set(extra) == set(cost_report(trained("wedlm").config.size, [], prompt_layers=1))
+    assert not reports_steps(decoder_of(parse("ar"), trained("wedlm"), method="wedlm"), trained("wedlm"))
+
+
+def test_ar_of_a_recurrent_core_makes_all_passes():
+    bound = functools.partial(clean_stream.generate, passes=LoopedPasses)
+    got = decoded("alodlm", decoder_of(parse("ar"), trained("alodlm"), method="alodlm"))
+    assert got == decoded("alodlm", bound)
+    with pytest.raises(ValueError, match="name it"):
+        decoder_of(parse("ar"), trained("alodlm"))
 
 
 def test_ar_without_a_mask_token_is_the_methods_own_decoder():
@@ -344,8 +363,7 @@ DENOISING = r"\(allowed: confidence:1, entropy, one_token, threshold\)"
         ("tdlm", "stream", DENOISING),
         ("wedlm", "tidar", r"\(allowed: ar, stream\)"),
         ("wedlm", "threshold", r"\(allowed: ar, stream\)"),
-        ("alodlm", "ar", r"\(allowed: stream\)"),
-        ("alodlm", "entropy", r"\(allowed: stream\)"),
+        ("alodlm", "entropy", r"\(allowed: ar, stream\)"),
     ],
 )
 def test_wrong_combinations_say_what_the_method_has(method, text, allowed):

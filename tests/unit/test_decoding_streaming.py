@@ -158,6 +158,9 @@ class Twin:
                 p = logits.softmax(-1)
                 entropy[i] = float(-(p * p.clamp_min(1e-300).log()).sum())
                 entropy[i] += rules.position_penalty * (i - masked[0])
+            # Behind the first stop token, filled or likeliest, nothing is filled.
+            ends_at = [i for i, t in enumerate(window) if (best[i] if t is None else t) in stop]
+            masked = [i for i in masked if not ends_at or i <= ends_at[0]]
             now = [masked[0]] if rules.left1 else [i for i in masked if entropy[i] < rules.tau]
             for i in now:
                 window[i] = filled[i] = best[i]
@@ -241,7 +244,8 @@ def check_against_twin(decode, model, prompt, *, new, rules: Rules, stop=(), **k
     row, extra = result[0], result.extra
     assert row.new_tokens == tokens and row.tokens == [*(prompt or [7]), *tokens]
     assert extra["revealed"] == [trace.steps] and extra["passes"] == [trace.passes]
-    assert row.forwards == result.forwards == len(trace.steps)
+    assert row.forwards == result.forwards == 1 + len(trace.steps)  # the prompt's
+    assert extra["tokens_per_step"] == len(tokens) / len(trace.steps)
     assert row.finish_reason == ("stop" if tokens[-1] in stop else "length")
     expected, given = [], 0
     for count, known in zip(trace.steps, trace.given, strict=True):

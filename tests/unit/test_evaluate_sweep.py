@@ -74,13 +74,13 @@ def folder(tmp_path_factory):
 
         def make(method: str):
             if method not in made:
-                made[method] = _checkpoint(tmp_path_factory.mktemp(method) / "step-2", method)
+                made[method] = checkpoint(tmp_path_factory.mktemp(method) / "step-2", method)
             return made[method]
 
         yield make
 
 
-def _checkpoint(path, method: str):
+def checkpoint(path, method: str):
     flavor, section = SECTIONS[method]
     toml = TOML.format(method=method, flavor=flavor, section=section)
     path.mkdir()
@@ -236,6 +236,7 @@ def test_numbers_of_a_setting(oracle):
     assert result.reported == {
         "gflop_per_token": pytest.approx(6 * 60 / new), "mean_passes": pytest.approx(2 * 10 / forwards),
     }  # fmt: skip
+    assert result.steps_per_sample == result.forwards_per_sample  # it does not tell its passes
     assert result.cost("passes") == pytest.approx(2.0) and result.cost("nfe") == forwards / 10
     assert result.cost("gflop") == result.reported["gflop_per_token"] and result.cost("seconds") == 4.5
 
@@ -285,7 +286,7 @@ def test_the_frontier_is_what_no_other_setting_dominates(found):
     results = [
         sweep.SettingResult(
             setting={"i": i}, samples=4, accuracy=right / 4, standard_error=0.0, tokens_per_forward=1.0,
-            forwards_per_sample=float(cost), seconds=1.0, reported={},
+            forwards_per_sample=float(cost), steps_per_sample=1.0, seconds=1.0, reported={},
         )
         for i, (cost, right) in enumerate(found)
     ]  # fmt: skip
@@ -308,8 +309,10 @@ def test_every_number_of_alodlm(tool, folder, loaded, capsys):
         passes = [n for run in runs for n in run.extra["passes"][0]]
         new = sum(run.new_tokens for run in runs)
         assert row["samples"] == len(runs) == 2 * SAMPLES
-        assert row["forwards_per_sample"] == pytest.approx(len(passes) / len(runs))
-        assert row["tokens_per_forward"] == pytest.approx(new / len(passes))
+        # The prompt of each sample is a forward, but no step.
+        assert row["forwards_per_sample"] == pytest.approx(len(passes) / len(runs) + 1)
+        assert row["tokens_per_forward"] == pytest.approx(new / (len(passes) + len(runs)))
+        assert row["tokens_per_step"] == pytest.approx(new / len(passes))
         assert row["mean_passes"] == pytest.approx(sum(passes) / len(passes))
         assert row["passes_per_sample"] == pytest.approx(sum(passes) / len(runs))
         # Prelude 1, core 2, coda 1 layers: counted from the passes.
@@ -321,7 +324,7 @@ def test_every_number_of_alodlm(tool, folder, loaded, capsys):
     one, all_passes = report["results"][0], report["results"][1]
     assert one["mean_passes"] == 1.0 and all_passes["mean_passes"] > 1.0
     # One token a step, but what stands behind a stop token is not new.
-    assert report["results"][2]["tokens_per_forward"] > 1.0 >= one["tokens_per_forward"]
+    assert report["results"][2]["tokens_per_step"] > 1.0 >= one["tokens_per_step"]
 
 
 def test_a_setting_is_what_the_plain_table_says(tool, folder, capsys):
@@ -429,7 +432,8 @@ def test_pictures_have_a_curve_for_each_value_of_the_first_option(grid, tmp_path
     drawn: dict[str, Any] = {}
     real = plots.draw_frontier
     monkeypatch.setattr(plots, "draw_frontier", lambda *a, **k: (drawn.update(k, curves=a[1]), real(*a, **k)))
-    numbers = {"standard_error": 0.0, "tokens_per_forward": 1.0, "forwards_per_sample": 2.0, "reported": {}}
+    numbers = {"standard_error": 0.0, "tokens_per_forward": 1.0, "forwards_per_sample": 2.0}
+    numbers |= {"steps_per_sample": 2.0, "reported": {}}
     results = [
         sweep.SettingResult(setting=setting, samples=1, accuracy=1.0, seconds=float(i), **numbers)
         for i, setting in enumerate(sweep.settings_of(grid))

@@ -24,10 +24,17 @@ from torchtitan_ext.data.tasks import TASKS, TaskSection
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.trainer import default_config
 
-SEQ_LEN = {"group_retrieval": 64, "variable_assignment": 192, "prosqa_hard": 1024, "chain_sum": 64}
+SEQ_LEN = {
+    "group_retrieval": 64,
+    "variable_assignment": 192,
+    "bounded_counter": 64,
+    "prosqa_hard": 1024,
+    "chain_sum": 64,
+}
 KNOBS = {
     "group_retrieval": {"group": 3, "key_length": 2, "max_length": 8},
     "variable_assignment": {"depth": 3},
+    "bounded_counter": {"moves": 16},
     "prosqa_hard": {"nodes": 20, "path_length": 3, "path_spread": 1},
     "chain_sum": {"min_digits": 5, "max_digits": 6, "max_terms": 3},
 }
@@ -85,6 +92,8 @@ def test_labels_of_texts_are_the_next_tokens_of_the_answer(name):
         answer = tokenizer.decode(tokens[supervised[0] + 1 :])
         if name == "variable_assignment":
             assert prompt.endswith("Answer:") and answer.strip().isdigit()
+        elif name == "bounded_counter":
+            assert set(prompt[:-2]) <= set("+-") and prompt[-2] == "=" and answer.isdigit()
         else:
             assert prompt.endswith("?\n") and answer.startswith("Steps: ") and "\nOutput: " in answer
 

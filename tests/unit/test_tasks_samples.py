@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_ext.data.tasks import GroupRetrieval, ProsQA, TaskSection, TaskSource, VariableAssignment
+from torchtitan_ext.data.tasks import (
+    BoundedCounter,
+    GroupRetrieval,
+    ProsQA,
+    TaskSection,
+    TaskSource,
+    VariableAssignment,
+)
 from torchtitan_ext.data.tasks.prosqa import draw_graph
 from torchtitan_ext.errors import UserError
 
@@ -131,6 +138,29 @@ def test_the_asked_chain_is_not_given_away_by_its_place():
     assert min(np.bincount(places, minlength=3)) > 15
 
 
+# --- bounded_counter -------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(moves=st.integers(1, 60), limit=st.integers(1, 9), seed=SEEDS)
+def test_the_counter_follows_its_moves_and_stays_in_its_bounds(moves, limit, seed):
+    task = BoundedCounter(TaskSection(moves=moves, limit=limit))
+    sample = task.sample(rng(seed))
+    ups, start = sample["prompt"].split("=")
+    values = [int(c) for c in start + sample["answer"]]
+    assert len(ups) == len(sample["answer"]) == moves and 0 <= values[0] <= limit
+    for move, before, after in zip(ups, values, values[1:], strict=False):
+        wanted = before + {"+": 1, "-": -1}[move]
+        assert after == (wanted if 0 <= wanted <= limit else before)
+    assert len(task.longest_sample()["prompt"] + task.longest_sample()["answer"]) == 2 * (moves + 1)
+
+
+def test_the_counter_starts_anywhere_and_moves_both_ways():
+    task = BoundedCounter(TaskSection(moves=5, limit=3))
+    prompts = [task.sample(rng(seed))["prompt"] for seed in range(400)]
+    assert len({p[:5] for p in prompts}) == 32 and {p[6:] for p in prompts} == set("0123")
+
+
 # --- prosqa_hard -----------------------------------------------------------------------
 
 
@@ -200,7 +230,7 @@ def test_the_right_choice_is_named_first_half_of_the_time():
 # --- sources and knobs -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [GroupRetrieval, VariableAssignment, ProsQA])
+@pytest.mark.parametrize("cls", [GroupRetrieval, VariableAssignment, BoundedCounter, ProsQA])
 def test_a_sample_depends_on_seed_split_and_index_alone(cls):
     def text(seed: int, split: str, index: int) -> str:
         return repr(TaskSource(cls(TaskSection()), seed=seed, split=split).read(index))
@@ -224,6 +254,8 @@ def test_a_sample_depends_on_seed_split_and_index_alone(cls):
         ({"max_length": 0}, "max_length is 0"),
         ({"fixed_length": -2}, "fixed_length is -2"),
         ({"depth": 0}, "depth is 0"),
+        ({"moves": 0}, "moves is 0"),
+        ({"limit": 0}, "limit is 0"),
         ({"samples": -1}, "samples is -1"),
         ({"path_spread": -1}, "path_spread is -1"),
     ],
@@ -242,3 +274,5 @@ def test_knobs_that_do_not_fit_each_other():
         ProsQA(TaskSection(nodes=22))
     with pytest.raises(UserError, match="path_spread is 2, expected 0 to 1 with path_length = 2"):
         ProsQA(TaskSection(path_length=2))
+    with pytest.raises(UserError, match="limit is 10, expected at most 9"):
+        BoundedCounter(TaskSection(limit=10))

@@ -35,8 +35,11 @@ def dense_logits(model, tokens: list[int], positions: list[int]) -> torch.Tensor
     return logits
 
 
-def slow(model, prompt, *, new, window, tau, penalty, stop=()):
-    """The definition over absolute positions: one dense forward a step over prefix and window."""
+def slow(model, prompt, *, new, window, tau, penalty, stop=(), wait=True):
+    """The definition over absolute positions: one dense forward a step over prefix and window.
+
+    ``wait``: slots behind the first stop token, known or likeliest, are left alone.
+    """
     known, end = dict(enumerate(prompt)), len(prompt) + new
     prefix, behind, steps = len(prompt), min(len(prompt) + window, end), []
     while True:
@@ -54,6 +57,8 @@ def slow(model, prompt, *, new, window, tau, penalty, stop=()):
             p = logits[positions.index(i)].softmax(-1)
             entropy = -sum(float(x) * math.log(float(x)) for x in p if x > 0)
             scores[i], best[i] = entropy + penalty * (i - masked[0]), int(p.argmax())
+        ends = [i for i in range(prefix, behind) if wait and known.get(i, best.get(i)) in stop]
+        masked = [i for i in masked if not ends or i <= ends[0]]
         picked = [i for i in masked if scores[i] < tau] or [min(masked, key=scores.__getitem__)]
         known |= {i: best[i] for i in picked}
         steps.append(len(picked))
@@ -81,7 +86,7 @@ def test_equals_dense_recomputation(length, new, window, tau, penalty, stop, see
     tokens, steps = slow(model, prompt, new=new, penalty=penalty, stop=stop, **options)
     result = decode(model, [prompt], max_new_tokens=new, position_penalty=penalty, stop_ids=stop, **options)
     assert result[0].new_tokens == tokens
-    assert result.extra["revealed"] == [steps] and result.forwards == len(steps)
+    assert result.extra["revealed"] == [steps] and result.forwards == 1 + len(steps)
     assert result.extra["passes"] == [[1] * len(steps)] and result.extra["mean_passes"] == 1
 
 
@@ -118,7 +123,7 @@ def test_different_thresholds_decode_differently():
     for tau in (0.0, 1.4, 2.2, 9.0):
         result = decode(model, [prompt], max_new_tokens=16, window=6, tau=tau)
         texts.append(tuple(result[0].new_tokens))
-        steps.append(result.forwards)
+        steps.append(len(result.extra["passes"][0]))
     assert len(set(texts)) >= 3 and steps == sorted(steps, reverse=True)
     assert steps[0] == 16 and steps[-1] == 3  # 6 + 6 + 4
 
@@ -134,7 +139,7 @@ def test_a_window_of_one_is_one_token_at_a_time(tau, flavor):
             tokens.append(int(logits[-1].argmax()))
         result = decode(model, [prompt], max_new_tokens=new, window=1, tau=tau)
         assert result[0].tokens == tokens and result.extra["revealed"] == [[1] * new]
-        assert result.extra["tokens_per_forward"] == result.tokens_per_forward == 1
+        assert result.extra["tokens_per_step"] == 1 and result.tokens_per_forward == new / (new + 1)
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
@@ -197,30 +202,26 @@ def test_a_callback_ends_a_row_and_finished_rows_leave_the_batch():
     for row, whole, end in zip(result, free, ends, strict=True):
         assert row.new_tokens == whole.new_tokens[:end]
     want = [sum(row.forwards > step for row in result) for step in range(result.forwards)]
-    assert batches == [3, *want] and want[-1] < 3
+    assert batches == want and want[0] == 3 > want[-1]
 
 
-def test_a_stop_token_counts_only_once_everything_left_of_it_is_known():
-    model, late = plain_model(), 0
-    options = {"window": 6, "tau": 1.4, "penalty": 0.0}
+def test_slots_behind_a_likely_end_wait_and_a_stop_token_counts_once_everything_left_of_it_is_known():
+    model, behind, changed = plain_model(), {True: 0, False: 0}, 0
+    options = {"window": 6, "tau": 1.4}
     for prompt in random_prompts(*[8] * 8, seed=4):
-        tokens, _ = slow(model, prompt, new=10, **options)
-        for stop in set(tokens):
-            cut = tokens.index(stop) + 1
-            seen = []
+        for stop in set(slow(model, prompt, new=10, penalty=0.0, **options)[0]):
+            texts = []
+            for wait in behind:
+                text, steps = slow(model, prompt, new=10, penalty=0.0, stop=[stop], wait=wait, **options)
+                behind[wait] += sum(steps) - len(text)
+                texts.append(text)
+            changed += texts[0] != texts[1]
             row = decode(
-                model,
-                [prompt],
-                max_new_tokens=10,
-                window=6,
-                tau=1.4,
-                position_penalty=0.0,
-                stop_ids=[stop],
-                on_step=lambda _, count, to=seen: to.append(count),
+                model, [prompt], max_new_tokens=10, position_penalty=0.0, stop_ids=[stop], **options
             )[0]
-            assert row.new_tokens == tokens[:cut] and row.finish_reason == "stop"
-            late += sum(seen) > cut
-    assert late > 5
+            assert row.new_tokens == texts[0] and stop not in row.new_tokens[:-1]
+            assert row.finish_reason == ("stop" if row.new_tokens[-1] == stop else "length")
+    assert behind[True] < behind[False] and changed > 0
 
 
 def test_budgets_smaller_than_the_window_and_no_forward_for_known_tokens():

@@ -18,6 +18,7 @@ in the attention modules, and are [R, Q, N, H].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,21 @@ class Passes:
         """What the next pass takes in, [R, Q, D], tokens being put at (row, slot) ``index_2F``."""
         raise NotImplementedError
 
+    def complete(
+        self, cache: DepthCache, tokens_RQ: torch.Tensor, positions_RQ: torch.Tensor, masks: Any
+    ) -> torch.Tensor:
+        """Readouts of the last of all passes, nothing being filled between them, [R, Q, D].
+
+        The coda, whose entries the last pass alone would leave, runs there alone.
+        """
+        nothing_2F = torch.empty(2, 0, dtype=torch.long, device=cache.device)
+        state = self.begin(tokens_RQ, positions_RQ, masks)
+        for cache.depth in range(1, self.count):
+            core_RQD = self.run(state, positions_RQ, masks)
+            state = self.feed(core_RQD, nothing_2F, nothing_2F[0])
+        cache.depth = self.count
+        return self.readout(self.run(state, positions_RQ, masks), positions_RQ, masks)
+
 
 def estimated_flops(
     size: BackboneSize, *, layer_evaluations: int, head_evaluations: int, length: float
@@ -89,6 +105,45 @@ def estimated_flops(
     layer_parameters = size.dim * (2 * q_dim + 2 * kv_dim + 3 * size.ffn_dim)
     layer = 2 * layer_parameters + 4 * q_dim * length
     return layer_evaluations * layer + head_evaluations * 2 * size.dim * size.vocab_size
+
+
+class RowCost(NamedTuple):
+    """What one row took."""
+
+    prompt: int
+    """Its tokens."""
+
+    new: int
+    """New tokens."""
+
+    layer_evaluations: int
+    """Tokens x layers behind the prompt."""
+
+    head_evaluations: int
+    """Vocabulary readouts."""
+
+
+def cost_report(size: BackboneSize, rows: Sequence[RowCost], *, prompt_layers: int) -> dict[str, Any]:
+    """What decoding cost, by the names of ``Generation.extra``.
+
+    Lists of one entry a row: ``layer_evaluations`` and ``head_evaluations``. Numbers:
+    ``layer_evaluations_per_token`` (behind the prompts), ``gflop_per_token`` (the prompts included)
+    and ``prefill_gflop_per_token`` (what the prompts add to it).
+    ``prompt_layers``: evaluations of layers that a token of a prompt takes.
+    """
+    flops = prompt_flops = 0.0
+    for row in rows:
+        cost = partial(estimated_flops, size, length=row.prompt + row.new / 2)
+        flops += cost(layer_evaluations=row.layer_evaluations, head_evaluations=row.head_evaluations)
+        prompt_flops += cost(layer_evaluations=row.prompt * prompt_layers, head_evaluations=0)
+    new = max(sum(row.new for row in rows), 1)
+    return {
+        "layer_evaluations": [row.layer_evaluations for row in rows],
+        "head_evaluations": [row.head_evaluations for row in rows],
+        "layer_evaluations_per_token": sum(row.layer_evaluations for row in rows) / new,
+        "gflop_per_token": (flops + prompt_flops) / new / 1e9,
+        "prefill_gflop_per_token": prompt_flops / new / 1e9,
+    }
 
 
 class _Plan(NamedTuple):

@@ -7,6 +7,7 @@ decoder of streaming methods. Which of them a model can follow depends on what i
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
-from torchtitan_ext import errors
-from torchtitan_ext.decoding import autoregressive, block_diffusion, self_speculative
+from torchtitan_ext import errors, registry
+from torchtitan_ext.decoding import autoregressive, block_diffusion, clean_stream, self_speculative
+from torchtitan_ext.decoding.depth_cache import Passes
 from torchtitan_ext.decoding.interface import Decoder, decoder_for
 from torchtitan_ext.errors import UserError
 
@@ -154,12 +156,23 @@ def decoder_of(strategy: Strategy, model: nn.Module, *, method: str | None = Non
     _check(strategy, model, family=family, method=method)
     if family == "blocks" and strategy.kind != "ar":
         return _block_decoder(strategy, model)
+    if strategy.kind == "ar" and family == "streaming":
+        return partial(clean_stream.generate, passes=_passes_of(model, method=method))
     if strategy.kind == "ar" and (family != "plain" or method is None):
         return autoregressive.generate
     if method is None:
         raise ValueError(f"{strategy.name!r} is decoded by the model's own method; name it")
     own = decoder_for(method)
     return cast(Decoder, partial(own, **_POLICIES[strategy.kind](strategy))) if family == "denoising" else own
+
+
+def _passes_of(model: nn.Module, *, method: str | None) -> type[Passes]:
+    """How a token goes through a streaming model: its method's ``LoopedPasses`` where there are several."""
+    if getattr(model.config, "passes", 1) == 1:
+        return Passes
+    if method is None:
+        raise ValueError("'ar' of a recurrent core is decoded by the passes of its method; name it")
+    return importlib.import_module(f"{registry.method(method).__name__}.decode").LoopedPasses
 
 
 _POLICIES: dict[Kind, Callable[[Strategy], dict[str, Any]]] = {
@@ -173,9 +186,7 @@ _POLICIES: dict[Kind, Callable[[Strategy], dict[str, Any]]] = {
 
 def _check(strategy: Strategy, model: nn.Module, *, family: Family, method: str | None) -> None:
     """Errors: UserError, with what can be followed, for a strategy that this model cannot."""
-    allowed = list(KINDS[family])
-    if family == "streaming" and getattr(model.config, "passes", 1) > 1:
-        allowed.remove("ar")  # the passes of a recurrent core would share one cache
+    allowed = KINDS[family]
     several = strategy.kind == "confidence" and strategy.tokens_per_forward > 1
     if strategy.kind in allowed and not (several and family == "denoising"):
         return

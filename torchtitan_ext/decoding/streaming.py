@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, get_args
 
@@ -30,7 +29,7 @@ from torchtitan_ext import errors
 from torchtitan_ext.attention import CachedAttention
 from torchtitan_ext.backbones.sizes import BackboneSize
 from torchtitan_ext.decoding import autoregressive
-from torchtitan_ext.decoding.depth_cache import DepthCache, Passes, estimated_flops
+from torchtitan_ext.decoding.depth_cache import DepthCache, Passes, RowCost, cost_report
 from torchtitan_ext.decoding.interface import (
     Generation,
     OnStep,
@@ -137,7 +136,7 @@ def generate(
 
     ``on_token`` gets tokens in order, once everything left of them is known; ``on_step`` is called
     before, with all that the step has filled.
-    ``forwards`` counts steps; the prompts, which give no token here, are not among them.
+    ``forwards``: steps, and one over the prompt, which gives no token here.
     ``Generation.extra``: see :func:`_report`.
     Errors: :class:`UserError` before the first forward for options or prompts that do not fit.
     """
@@ -168,10 +167,10 @@ def generate(
     run = _Run(decoder, way, rules, mask_id, sampling, on_token, on_step)
     begin = time.perf_counter()
     with torch.inference_mode(), step_rotary(decoder):
-        steps = run(rows) if rows else 0
+        forwards = run(rows) if rows else 0
     return Generation(
-        results=[row.result(forwards=len(row.passes)) for row in rows],
-        forwards=steps,
+        results=[row.result(forwards=1 + len(row.passes)) for row in rows],
+        forwards=forwards,
         seconds=time.perf_counter() - begin,
         extra=_report(rows, way, decoder.config.size),
     )
@@ -246,9 +245,11 @@ class _Row(Row):
             places = [self.committed + slot for slot in slots]
             self.first_hazard.update(zip(places, hazards, strict=True))
         chosen = dict(zip(slots, tokens, strict=True))
+        slots = self._before_end(chosen)
+        entropy = entropy[: len(slots)]
         picked = self.rules.select(slots, entropy)
         self._fill(depth, {slot: chosen[slot] for slot in picked})
-        if hazards is not None and self._goes_on(dict(zip(slots, hazards, strict=True))):
+        if hazards is not None and self._goes_on(dict(zip(slots, hazards[: len(slots)], strict=True))):
             return picked
         if not self.filled:
             least = self.rules.least(slots, entropy)
@@ -264,6 +265,16 @@ class _Row(Row):
         self.committed += leading
         return known
 
+    def _before_end(self, chosen: dict[int, int]) -> list[int]:
+        """The masked slots up to the first stop token, be it filled or the best guess for a masked slot.
+
+        What stands behind the end of a document was never trained, so that a model may be sure of
+        anything there; a token filled there would be seen by the slots before it.
+        """
+        best = [chosen[slot] if token is None else token for slot, token in enumerate(self.window)]
+        end = next((slot for slot, token in enumerate(best) if token in self.stop_ids), len(best))
+        return [slot for slot in chosen if slot <= end]
+
     def _fill(self, depth: int, tokens: dict[int, int]) -> None:
         self.filled.update(tokens)
         for slot, token in tokens.items():
@@ -271,11 +282,14 @@ class _Row(Row):
             self.fill_depth[self.committed + slot] = depth
 
     def _goes_on(self, hazards: dict[int, float]) -> bool:
-        """Whether another pass follows: a = a + (1 - a) lambda, and its mean over the masked slots < q."""
+        """Whether another pass follows: a = a + (1 - a) lambda, and its mean over the masked slots < q.
+
+        The masked slots are those that ``hazards`` names.
+        """
         for slot, hazard in hazards.items():
             before = self.halted.get(slot, 0.0)
             self.halted[slot] = before + (1 - before) * hazard
-        masked = self.masked()
+        masked = [slot for slot in hazards if self.window[slot] is None]
         if not masked or self.stop_ids.intersection(self.known()):
             return False
         return sum(self.halted[slot] for slot in masked) / len(masked) < self.rules.q
@@ -309,7 +323,7 @@ class _Run:
     on_step: OnStep | None
 
     def __call__(self, rows: list[_Row]) -> int:
-        """Generate all rows; the number of steps."""
+        """Generate all rows; the number of forwards, the prompts being one."""
         longest = max(len(row.prompt) for row in rows) + rows[0].max_new_tokens
         # A row at its end still gets the padding of one whose window is full.
         cache = DepthCache(
@@ -320,17 +334,17 @@ class _Run:
             device=next(self.model.parameters()).device,
         )
         self._prefill(cache, [row.prompt for row in rows])
-        steps = 0
+        forwards = 1
         while True:
             leading = [row.begin_step() for row in rows]
             self._step(cache, rows)
-            steps += 1
+            forwards += 1
             cache.advance(leading)
             for row, count in zip(rows, leading, strict=True):
                 self._give(row, row.end_step(count))
             kept = [i for i, row in enumerate(rows) if row.finish is None]
             if not kept:
-                return steps
+                return forwards
             cache.select(kept)
             rows = [rows[i] for i in kept]
 
@@ -342,15 +356,7 @@ class _Run:
             queries = chunk_BQ.shape[1]
             positions_BQ = self._positions(cache, [list(range(queries))] * cache.batch)
             masks = cache.attend(queries)
-            state = self.way.begin(chunk_BQ, positions_BQ, masks)
-            nothing = torch.empty(2, 0, dtype=torch.long, device=cache.device)
-            for depth in range(1, self.way.count + 1):
-                cache.depth = depth
-                core_BQD = self.way.run(state, positions_BQ, masks)
-                if depth < self.way.count:
-                    state = self.way.feed(core_BQD, nothing, nothing[0])
-                else:
-                    self.way.readout(core_BQD, positions_BQ, masks)
+            self.way.complete(cache, chunk_BQ, positions_BQ, masks)
             cache.advance([min(max(len(prompt) - begin, 0), queries) for prompt in prompts])
 
     def _positions(self, cache: DepthCache, slots: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -444,37 +450,34 @@ def _report(rows: Sequence[_Row], way: Passes, size: BackboneSize) -> dict[str, 
     Lists of one entry a row: ``revealed``: slots filled by each step (behind a stop token there may be
     more than new tokens); ``passes``: passes of each step; ``depths``: pass in which each new token
     was filled; ``first_hazards`` (several passes only): halt probability of each new token in the
-    first pass of the step that filled it; ``layer_evaluations``: slots x layers of all steps, dense:
-    filled slots too; ``head_evaluations``: masked slots read.
-    Numbers: ``tokens_per_forward`` (new tokens a step), ``mean_passes`` (of a step), ``path_layers``
-    (layers a slot goes through in a step, prelude + S (core + coda), mean over steps),
-    ``layer_evaluations_per_token``, ``gflop_per_token`` (the prompts included) and
-    ``prefill_gflop_per_token`` (what the prompts add to it).
+    first pass of the step that filled it.
+    Numbers: ``tokens_per_step``, ``mean_passes`` (of a step) and ``path_layers`` (layers a slot goes
+    through in a step, prelude + S (core + coda), mean over steps). The prompts' forward is no step.
+    The rest is :func:`depth_cache.cost_report`'s: evaluations of layers are dense, filled slots too, and
+    those of the head are the masked slots read.
     """
     layers, new = way.layers, sum(len(row.new) for row in rows)
-    decoded = [
-        sum(width * layers.evaluations(passes) for width, passes in zip(row.widths, row.passes, strict=True))
+    costs = [
+        RowCost(
+            prompt=len(row.prompt),
+            new=len(row.new),
+            layer_evaluations=sum(
+                width * layers.evaluations(passes)
+                for width, passes in zip(row.widths, row.passes, strict=True)
+            ),
+            head_evaluations=row.heads,
+        )
         for row in rows
     ]
-    flops = prompt_flops = 0.0
-    for row, evaluations in zip(rows, decoded, strict=True):
-        cost = partial(estimated_flops, size, length=len(row.prompt) + len(row.new) / 2)
-        flops += cost(layer_evaluations=evaluations, head_evaluations=row.heads)
-        prefilled = len(row.prompt) * layers.prefill_evaluations(way.count)
-        prompt_flops += cost(layer_evaluations=prefilled, head_evaluations=0)
     steps = [passes for row in rows for passes in row.passes]
     report: dict[str, Any] = {
         "revealed": [row.revealed for row in rows],
         "passes": [row.passes for row in rows],
         "depths": [[row.fill_depth[i] for i in range(len(row.new))] for row in rows],
-        "layer_evaluations": decoded,
-        "head_evaluations": [row.heads for row in rows],
-        "tokens_per_forward": new / max(len(steps), 1),
+        "tokens_per_step": new / max(len(steps), 1),
         "mean_passes": sum(steps) / max(len(steps), 1),
         "path_layers": sum(layers.evaluations(passes) for passes in steps) / max(len(steps), 1),
-        "layer_evaluations_per_token": sum(decoded) / max(new, 1),
-        "gflop_per_token": (flops + prompt_flops) / max(new, 1) / 1e9,
-        "prefill_gflop_per_token": prompt_flops / max(new, 1) / 1e9,
+        **cost_report(size, costs, prompt_layers=layers.prefill_evaluations(way.count)),
     }
     if way.count > 1:
         report["first_hazards"] = [[row.first_hazard[i] for i in range(len(row.new))] for row in rows]

@@ -92,6 +92,9 @@ class Row:
     goal: float = GOAL
     """What the median ratio should reach; 0: nothing is asked."""
 
+    note: str = ""
+    """What else a reader must know; stands below the table."""
+
     @property
     def ratio(self) -> float:
         """Median over the rounds; not the ratio of the medians, which the machine's load may skew."""
@@ -130,7 +133,9 @@ def alternate(
     return result
 
 
-def row_of(what: str, rounds: Sequence[Round], *, unit: str = "tokens/s", goal: float = GOAL) -> Row:
+def row_of(
+    what: str, rounds: Sequence[Round], *, unit: str = "tokens/s", goal: float = GOAL, note: str = ""
+) -> Row:
     """The medians of some rounds."""
     return Row(
         what=what,
@@ -139,6 +144,7 @@ def row_of(what: str, rounds: Sequence[Round], *, unit: str = "tokens/s", goal: 
         unit=unit,
         ratios=[r.ours / r.peer for r in rounds],
         goal=goal,
+        note=note,
     )
 
 

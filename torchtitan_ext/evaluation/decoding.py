@@ -113,6 +113,9 @@ class Trial:
     accepted: list[list[int]] = field(default_factory=list)
     """Drafts accepted by each forward of each prompt; empty for strategies without drafts."""
 
+    layer_evaluations: list[int] = field(default_factory=list)
+    """Tokens x layers of each prompt's answer; empty for decoders that do not count them."""
+
     seconds: list[float] = field(default_factory=list)
     """Of each batch."""
 
@@ -125,6 +128,7 @@ class Trial:
         self.new += [list(row.new_tokens) for row in generation]
         self.forwards += [row.forwards for row in generation]
         self.accepted += generation.extra.get("accepted", [])
+        self.layer_evaluations += generation.extra.get("layer_evaluations", [])
         self.seconds.append(generation.seconds)
         self.rates.append(generation.tokens_per_second)
 
@@ -235,6 +239,9 @@ class StrategyResult:
     forwards: int
     """Of all prompts; a forward of a batch counts once for each row in it."""
 
+    layer_evaluations_per_token: float | None
+    """Tokens x layers behind the prompts for each new token; None where it is not counted."""
+
     seconds: float
     """Of all batches, the prompts included."""
 
@@ -304,6 +311,9 @@ class StrategyResult:
             tokens_per_forward=new_tokens / sum(trial.forwards),
             new_tokens=new_tokens,
             forwards=sum(trial.forwards),
+            layer_evaluations_per_token=sum(trial.layer_evaluations) / new_tokens
+            if trial.layer_evaluations and new_tokens
+            else None,
             seconds=seconds,
             tokens_per_second=new_tokens / seconds if seconds > 0 else 0.0,
             speed_vs_ar=statistics.median(ratios) if ratios else None,
@@ -361,6 +371,7 @@ _COLUMNS = (
     ("T/NFE", "tokens_per_forward", ".2f"),
     ("tokens", "new_tokens", "d"),
     ("forwards", "forwards", "d"),
+    ("layers/token", "layer_evaluations_per_token", ".2f"),
     ("seconds", "seconds", ".2f"),
     ("tokens/s", "tokens_per_second", ".1f"),
     ("x ar", "speed_vs_ar", ".2f"),

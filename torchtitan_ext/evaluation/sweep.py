@@ -5,7 +5,8 @@ meets all alike.
 
 What a decoder alone can report goes into the table too, by this convention: of ``Generation.extra``
 every number under a name that ends in ``_per_token`` is a mean over the new tokens of the batch, and
-every other number a mean over the forwards of its rows. Lists and the rest are not looked at.
+every other number a mean over the steps of its rows: the lengths of ``passes``, where the decoder has
+that list, else the forwards. Other lists and the rest are not looked at.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from torch import nn
 
 from torchtitan_ext.checkpoint.convert import hf_choice, read_choice
 from torchtitan_ext.config.toml_writer import describe, from_text
-from torchtitan_ext.data.tasks import TaskSource, TextTask
-from torchtitan_ext.data.tasks.build import encode_text
+from torchtitan_ext.data.tasks import TextTask
 from torchtitan_ext.decoding import Generation
 from torchtitan_ext.errors import UserError, unknown
 from torchtitan_ext.evaluation import plots, tasks
@@ -99,13 +99,16 @@ class Trial:
     """What one setting made of the samples, as it comes."""
 
     setting: dict[str, Any]
-    options: dict[str, Any]
+    options: Mapping[str, Any]
     """The setting, and the options that all have in common."""
 
     samples: int = 0
     right: int = 0
     new_tokens: int = 0
     forwards: int = 0
+    steps: int = 0
+    """Forwards that the decoder's own numbers are means over."""
+
     seconds: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     """Of what the decoder reports, each number times what it is a mean over."""
@@ -113,13 +116,16 @@ class Trial:
     def add(self, generation: Generation, *, right: int) -> None:
         """A batch, and how many of its final answers are right."""
         forwards = sum(row.forwards for row in generation)
+        passes = generation.extra.get("passes")
+        steps = forwards if passes is None else sum(len(row) for row in passes)
         for name, value in reported(generation).items():
-            weight = generation.new_tokens if name.endswith("_per_token") else forwards
+            weight = generation.new_tokens if name.endswith("_per_token") else steps
             self.sums[name] = self.sums.get(name, 0.0) + value * weight
         self.samples += len(generation)
         self.right += right
         self.new_tokens += generation.new_tokens
         self.forwards += forwards
+        self.steps += steps
         self.seconds += generation.seconds
 
 
@@ -153,14 +159,9 @@ def evaluate(
     Errors: UserError, before anything is measured, for options that are out of range or given twice,
     lengths that do not fit, and a cost that the decoder does not report.
     """
-    trials = [Trial(setting=dict(s), options=_merged(text.options, s)) for s in settings]
+    trials = [Trial(setting=dict(s), options=tasks.with_options(text, s).options) for s in settings]
     _warm_up(model, task, lengths, trials, text=text, seed=seed, cost=cost)
-    batches = [
-        (one, [source.read(i) for i in range(begin, min(begin + batch_size, samples))])
-        for one in (task.at_length(length) for length in lengths)
-        for source in [TaskSource(one, seed=seed, split=tasks.SPLIT)]
-        for begin in range(0, samples, batch_size)
-    ]
+    batches = tasks.held_out(task, lengths, samples=samples, batch_size=batch_size, seed=seed)
     for number, (one, batch) in enumerate(batches):
         # Every second turn the other way round, so that none always follows the same neighbour.
         for trial in trials[:: -1 if number % 2 else 1]:
@@ -169,13 +170,6 @@ def evaluate(
             on_batch(number + 1, len(batches))
     results = [SettingResult.of(trial) for trial in trials]
     return mark_frontier(results, cost=cost or default_cost(results))
-
-
-def _merged(common: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Any]:
-    for key in setting:
-        if key in common:
-            raise UserError(f"{OPTION} varies {key}, which --decode-options sets to {common[key]}")
-    return {**common, **setting}
 
 
 def _warm_up(
@@ -209,15 +203,7 @@ def _run(
     model: nn.Module, task: TextTask, batch: Sequence[Any], trial: Trial, *, text: tasks.TextSetup
 ) -> None:
     """Decode a batch and count the right final answers, as ``tasks.evaluate_lengths`` does."""
-    encoded = [encode_text(text.tokenizer, sample, add_bos=text.add_bos) for sample in batch]
-    generation = text.decode(
-        model,
-        [prompt for prompt, _ in encoded],
-        max_new_tokens=max(len(answer) for _, answer in encoded),
-        stop_ids=text.stop_ids,
-        bos_id=text.tokenizer.bos_id,
-        **trial.options,
-    )
+    generation, _ = tasks.decode_samples(model, batch, text=replace(text, options=trial.options))
     said = [text.tokenizer.decode(row.new_tokens) for row in generation]
     right = sum(
         task.final_answer(answer) == task.final_answer(sample["answer"])
@@ -244,10 +230,13 @@ class SettingResult:
     """Of the accuracy over samples."""
 
     tokens_per_forward: float
-    """New tokens for each row's forwards."""
+    """New tokens for each row's forwards, the prompt's included."""
 
     forwards_per_sample: float
-    """NFE."""
+    """NFE, the prompt's forward included."""
+
+    steps_per_sample: float
+    """Of what the decoder's own numbers are means over."""
 
     seconds: float
     """Of all samples, in batches."""
@@ -262,9 +251,7 @@ class SettingResult:
     def of(cls, trial: Trial) -> SettingResult:
         """The means."""
         accuracy = trial.right / trial.samples
-        per = {
-            name: trial.new_tokens if name.endswith("_per_token") else trial.forwards for name in trial.sums
-        }
+        per = {name: trial.new_tokens if name.endswith("_per_token") else trial.steps for name in trial.sums}
         return cls(
             setting=trial.setting,
             samples=trial.samples,
@@ -272,6 +259,7 @@ class SettingResult:
             standard_error=math.sqrt(accuracy * (1 - accuracy) / trial.samples),
             tokens_per_forward=trial.new_tokens / trial.forwards,
             forwards_per_sample=trial.forwards / trial.samples,
+            steps_per_sample=trial.steps / trial.samples,
             seconds=trial.seconds,
             reported={name: total / per[name] for name, total in trial.sums.items()},
         )
@@ -284,7 +272,7 @@ class SettingResult:
             case "gflop":
                 return self.reported["gflop_per_token"]
             case "passes":
-                return self.reported["mean_passes"] * self.forwards_per_sample
+                return self.reported["mean_passes"] * self.steps_per_sample
             case "seconds":
                 return self.seconds
 
@@ -326,6 +314,7 @@ _HEADS = {
     "standard_error": ("+-", ".2%"),
     "tokens_per_forward": ("tokens/forward", ".3f"),
     "forwards_per_sample": ("forwards/sample", ".2f"),
+    "tokens_per_step": ("tokens/step", ".3f"),
     "passes_per_sample": ("passes/sample", ".2f"),
     "mean_passes": ("passes/step", ".3f"),
     "path_layers": ("layers/step", ".2f"),

@@ -66,7 +66,10 @@ class LengthResult:
     """New tokens for each row's forwards, of all samples together; None for tasks that are not decoded."""
 
     forwards_per_sample: float | None = None
-    """Forwards of the model that a sample took part in, on average; None as above."""
+    """Forwards of the model that a sample took part in, the prompt's included, on average; None as above."""
+
+    layer_evaluations_per_token: float | None = None
+    """Tokens x layers behind the prompts for each new token; None where the decoder does not count them."""
 
     trained: bool | None = None
     """Whether the length is within the trained range; None when that is not known."""
@@ -79,6 +82,7 @@ class Score:
         self.samples = self.tokens = self.right_tokens = self.exact = 0
         self.answers: int | None = None
         self.new_tokens = self.forwards = 0
+        self.layer_evaluations: list[int] = []
         self.scores: list[float] = []
 
     def add(self, right: Sequence[int], targets: Sequence[int]) -> None:
@@ -94,6 +98,7 @@ class Score:
         self.scores += scores
         self.new_tokens += generation.new_tokens
         self.forwards += sum(row.forwards for row in generation)
+        self.layer_evaluations += generation.extra.get("layer_evaluations", [])
 
     def result(self, length: int, *, trained: bool | None) -> LengthResult:
         """The shares."""
@@ -106,6 +111,9 @@ class Score:
             score=sum(self.scores) / self.samples if self.scores else None,
             tokens_per_forward=self.new_tokens / self.forwards if self.forwards else None,
             forwards_per_sample=None if self.answers is None else self.forwards / self.samples,
+            layer_evaluations_per_token=sum(self.layer_evaluations) / self.new_tokens
+            if self.layer_evaluations and self.new_tokens
+            else None,
             trained=trained,
         )
 
@@ -254,10 +262,30 @@ def _score_in_place(model: nn.Module, task: TokenTask, batch: Sequence[Any], *, 
 # --- tasks in words --------------------------------------------------------------------
 
 
-def _score_decoded(
-    model: nn.Module, task: TextTask, batch: Sequence[Any], *, text: TextSetup, into: Score
-) -> None:
-    """Greedy decoding; what follows a whole answer without EOS is not looked at."""
+def held_out(
+    task: TextTask, lengths: Sequence[int], *, samples: int, batch_size: int, seed: int
+) -> list[tuple[TextTask, list[Any]]]:
+    """Batches of held-out samples, ``samples`` of every length, each with the task at that length."""
+    return [
+        (one, [source.read(i) for i in range(begin, min(begin + batch_size, samples))])
+        for one in (task.at_length(length) for length in lengths)
+        for source in [TaskSource(one, seed=seed, split=SPLIT)]
+        for begin in range(0, samples, batch_size)
+    ]
+
+
+def with_options(text: TextSetup, setting: Mapping[str, Any]) -> TextSetup:
+    """The same with more options. Errors: UserError for one that is given already."""
+    for key in setting:
+        if key in text.options:
+            raise UserError(f"--sweep varies {key}, which --decode-options sets to {text.options[key]}")
+    return replace(text, options={**text.options, **setting})
+
+
+def decode_samples(
+    model: nn.Module, batch: Sequence[Any], *, text: TextSetup
+) -> tuple[Generation, list[tuple[list[int], list[int]]]]:
+    """Samples of a task in words, decoded as ``text`` says, and the tokens of their prompts and answers."""
     encoded = [encode_text(text.tokenizer, sample, add_bos=text.add_bos) for sample in batch]
     generation = text.decode(
         model,
@@ -267,6 +295,14 @@ def _score_decoded(
         bos_id=text.tokenizer.bos_id,
         **text.options,
     )
+    return generation, encoded
+
+
+def _score_decoded(
+    model: nn.Module, task: TextTask, batch: Sequence[Any], *, text: TextSetup, into: Score
+) -> None:
+    """Greedy decoding; what follows a whole answer without EOS is not looked at."""
+    generation, encoded = decode_samples(model, batch, text=text)
     right, answers, scores = [], 0, []
     for sample, (_, target), row in zip(batch, encoded, generation, strict=True):
         new = list(row.new_tokens)[: len(target)]
@@ -346,6 +382,7 @@ _COLUMNS = (
     ("score", "score", ".4f"),
     ("tokens/forward", "tokens_per_forward", ".3f"),
     ("forwards/sample", "forwards_per_sample", ".2f"),
+    ("layers/token", "layer_evaluations_per_token", ".2f"),
 )
 """Head, field and format; a column whose value is not known is left out."""
 

@@ -1,5 +1,6 @@
 """Synthetic tasks: endless, seeded data sets whose sample i depends on the seed and i alone."""
 
+from torchtitan_ext.data.tasks.bounded_counter import BoundedCounter
 from torchtitan_ext.data.tasks.build import TASKS, TaskSource, build_task, make_task, used_knobs
 from torchtitan_ext.data.tasks.chain_sum import ChainSum
 from torchtitan_ext.data.tasks.config import TaskSection
@@ -10,6 +11,7 @@ from torchtitan_ext.data.tasks.variable_assignment import VariableAssignment
 
 __all__ = [
     "TASKS",
+    "BoundedCounter",
     "ChainSum",
     "GroupRetrieval",
     "ProsQA",

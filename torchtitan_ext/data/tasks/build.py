@@ -13,6 +13,7 @@ from torchtitan_ext.data.encoders import resolve_bos
 from torchtitan_ext.data.order import derive_seed, uniform
 from torchtitan_ext.data.packing import Document, next_token_document
 from torchtitan_ext.data.sources import IndexedSource, Record
+from torchtitan_ext.data.tasks.bounded_counter import BoundedCounter
 from torchtitan_ext.data.tasks.chain_sum import ChainSum
 from torchtitan_ext.data.tasks.config import TaskSection
 from torchtitan_ext.data.tasks.group_retrieval import GroupRetrieval
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.data.registry import Context
 
 TASKS: dict[str, type[Task]] = {
-    cls.name: cls for cls in (GroupRetrieval, VariableAssignment, ProsQA, ChainSum)
+    cls.name: cls for cls in (GroupRetrieval, VariableAssignment, BoundedCounter, ProsQA, ChainSum)
 }
 
 HELD_OUT = {"validation": 0.05, "test": 0.05}

@@ -14,6 +14,8 @@ _AT_LEAST = {
     "fixed_length": 0,
     "depth": 1,
     "chains": 1,
+    "moves": 1,
+    "limit": 1,
     "nodes": 1,
     "path_length": 1,
     "path_spread": 0,
@@ -49,6 +51,12 @@ class TaskSection:
 
     chains: int = 3
     """variable_assignment: chains of variables, of which one is queried."""
+
+    moves: int = 24
+    """bounded_counter: moves of a sample, each up or down by one."""
+
+    limit: int = 9
+    """bounded_counter: the counter's greatest value; its least is 0."""
 
     nodes: int = 60
     """prosqa_hard: nodes of the graph."""
