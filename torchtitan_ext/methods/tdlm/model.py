@@ -37,11 +37,15 @@ class History(Protocol):
     """Where a temporal module finds what was before: other states of the batch, or earlier forwards."""
 
     def take(self, h_BLD: torch.Tensor) -> torch.Tensor:
-        """The hidden states that ask and are remembered, [X, Q, D]."""
+        """The hidden states that ask and are remembered, [..., D]: "as taken" below is this order."""
         ...
 
-    def turn(self, x_XQMH: torch.Tensor) -> torch.Tensor:
-        """Rotated by each state's number of revealed tokens."""
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotated by each state's number of revealed tokens; as taken [..., M, H]."""
+        ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As taken [..., M, H] to [X, Q, M, H]: the states of one position side by side."""
         ...
 
     def recall(
@@ -50,18 +54,25 @@ class History(Protocol):
         """Keys and values to retrieve from, [X, T, M, H], and who may see which; the new ones are added."""
         ...
 
-    def put(self, correction_XQD: torch.Tensor, h_BLD: torch.Tensor) -> torch.Tensor:
-        """The hidden states with the corrections of masked positions added, [B, L, D]."""
+    def scatter(self, z_XQMH: torch.Tensor) -> torch.Tensor:
+        """What was retrieved, as taken again [..., M, H], and 0 where nothing is corrected."""
+        ...
+
+    def put(self, correction: torch.Tensor, h_BLD: torch.Tensor) -> torch.Tensor:
+        """The hidden states with the corrections, as taken [..., D], added, [B, L, D]."""
         ...
 
 
 class ParallelHistory(NamedTuple):
-    """All K states in one forward: each retrieves from those before it (TDLM section 2.3)."""
+    """All K states in one forward: each retrieves from those before it (TDLM section 2.3).
 
-    masked_BLK1: torch.Tensor
+    States are taken as they lie, [B, K, L, D]; only what has the width of the heads changes places.
+    """
+
+    masked_BLK11: torch.Tensor
     allowed_BLKK: torch.Tensor
-    cos_B1KU: torch.Tensor
-    sin_B1KU: torch.Tensor
+    cos_BK1U: torch.Tensor
+    sin_BK1U: torch.Tensor
 
     @classmethod
     def of(
@@ -79,26 +90,32 @@ class ParallelHistory(NamedTuple):
         seen_KK = temporal.seen_states(states.count, window=window, device=masked_NL.device)
         cos_NU, sin_NU = temporal.rotation(states.revealed_N, head_dim)
         return cls(
-            masked_BLK1=masked_BLK[..., None],
+            masked_BLK11=masked_BLK[..., None, None],
             allowed_BLKK=seen_KK & masked_BLK[:, :, None],
-            cos_B1KU=cos_NU.unflatten(0, (-1, states.count))[:, None],
-            sin_B1KU=sin_NU.unflatten(0, (-1, states.count))[:, None],
+            cos_BK1U=cos_NU.unflatten(0, (-1, states.count))[:, :, None],
+            sin_BK1U=sin_NU.unflatten(0, (-1, states.count))[:, :, None],
         )
 
     def take(self, h_BLD: torch.Tensor) -> torch.Tensor:
-        return h_BLD.unflatten(0, (-1, self.allowed_BLKK.shape[-1])).transpose(1, 2)
+        return h_BLD.unflatten(0, (-1, self.allowed_BLKK.shape[-1]))
 
-    def turn(self, x_XQMH: torch.Tensor) -> torch.Tensor:
-        return temporal.rotate(x_XQMH, self.cos_B1KU, self.sin_B1KU)
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        return temporal.rotate(x, self.cos_BK1U, self.sin_BK1U)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2)
 
     def recall(
         self, layer_id: int, k_XQMH: torch.Tensor, v_XQMH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         return k_XQMH, v_XQMH, self.allowed_BLKK
 
-    def put(self, correction_XQD: torch.Tensor, h_BLD: torch.Tensor) -> torch.Tensor:
-        masked = torch.where(self.masked_BLK1, correction_XQD, 0)
-        return h_BLD + masked.transpose(1, 2).flatten(0, 1)
+    def scatter(self, z_XQMH: torch.Tensor) -> torch.Tensor:
+        # W_O has no bias: a zero here is no correction, at a fraction of the width.
+        return torch.where(self.masked_BLK11, z_XQMH, 0).transpose(1, 2)
+
+    def put(self, correction: torch.Tensor, h_BLD: torch.Tensor) -> torch.Tensor:
+        return h_BLD + correction.flatten(0, 1)
 
 
 class TemporalAttention(Module):
@@ -134,12 +151,12 @@ class TemporalAttention(Module):
 
     def forward(self, h_BLD: torch.Tensor, history: History) -> torch.Tensor:
         """h + m * TempAttn(h, history), [B, L, D]; keys and values come from h before the correction."""
-        h_XQD = history.take(h_BLD)
-        q, k, v = (w(h_XQD).unflatten(-1, (self.heads, -1)) for w in (self.wq, self.wk, self.wv))
-        q, k = history.turn(q), history.turn(k)
+        taken = history.take(h_BLD)
+        q, k, v = (w(taken).unflatten(-1, (self.heads, -1)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = map(history.gather, (history.turn(q), history.turn(k), v))
         keys, values, allowed = history.recall(self.layer_id, k, v)
         z_XQMH = temporal.attend(q, keys, values, sink_1=self.sink, allowed_XQT=allowed)
-        return history.put(self.wo(z_XQMH.flatten(-2)), h_BLD)
+        return history.put(self.wo(history.scatter(z_XQMH).flatten(-2)), h_BLD)
 
 
 class TemporalBlock(backbones.BackboneBlock):
