@@ -36,6 +36,10 @@ class ExtMetricsProcessor(MetricsProcessor):
         if own:
             logger.info("step: %2d  %s", step, "  ".join(f"{k}: {v:.5g}" for k, v in own.items()))
 
+    def log_skipped(self, step: int, skipped: int) -> None:
+        """Log how many steps this start of the run has skipped; torchtitan logs nothing for such a step."""
+        self.logger.log({"faults/skipped_steps": float(skipped)}, step)
+
     def log_validation_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Log the objective's metrics over the held-out split, such as the terms of its loss."""
         if not metrics:

@@ -1,4 +1,9 @@
-"""Entry: ``torchrun --nproc-per-node 2 -m torchtitan_ext.train --job.config_file X.toml``."""
+"""Entry: ``torchrun --nproc-per-node 2 -m torchtitan_ext.train --job.config_file X.toml``.
+
+Exit codes are those of :mod:`torchtitan_ext.stopping` and
+:mod:`torchtitan_ext.faults.errors`, and 1 for a failure. With ``--validate`` the run is
+only checked, on any machine (:mod:`torchtitan_ext.planning.fake_run`).
+"""
 
 import os
 import sys
@@ -8,7 +13,7 @@ import torch
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import init_logger, logger
 
-from torchtitan_ext import __version__
+from torchtitan_ext import __version__, startup, stopping
 from torchtitan_ext import config as front
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.trainer import ExtTrainer, default_config
@@ -17,8 +22,15 @@ DEBUG = "TORCHTITAN_EXT_TRACEBACK"
 """Environment variable: set to 1 to see the traceback of an error in the input."""
 
 
-def run(argv: list[str]) -> None:
-    """Train as the arguments and the TOML say."""
+def run(argv: list[str]) -> int:
+    """Train as the arguments and the TOML say; the exit code."""
+    if "--validate" in argv:
+        from torchtitan_ext.planning import fake_run
+
+        fake_run.run(argv)
+        return 0
+    # Before anything slow: a stop that comes while the model is built ends before the first step.
+    stopping.REQUEST.install()
     init_logger()
     # One process is a world of its own: no launcher needed.
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -28,23 +40,35 @@ def run(argv: list[str]) -> None:
     config = front.parse(argv, make_default=default_config)
     text = front.toml_text(config)
     logger.info(f"torchtitan_ext {__version__}, torch {torch.__version__}; the resolved config:\n{text}")
+    _say_restart()
+    startup.check(config)
     sl.init_structured_logger(
         source="training",
         output_dir=config.dump_folder,
         enable=config.debug.enable_structured_logging,
     )
     trainer: ExtTrainer | None = None
+    code = 0
     try:
         trainer = _build(config)
         if config.checkpoint.create_seed_checkpoint:
             _save_seed(trainer)
         else:
             trainer.train()
+    except stopping.Stopped as stopped:
+        code = int(stopped.code or 0)
     finally:
         if trainer is not None:
             trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    return code
+
+
+def _say_restart() -> None:
+    count, most = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if count is not None and count != "0":
+        logger.info(f"Restart {count} of {most}: going on from the newest whole checkpoint, if there is one.")
 
 
 def _build(config: ExtTrainer.Config) -> ExtTrainer:
@@ -69,17 +93,21 @@ def _save_seed(trainer: ExtTrainer) -> None:
 def main() -> None:
     """Run; an error in the input ends with one line and exit code 2."""
     try:
-        run(sys.argv[1:])
+        code = run(sys.argv[1:])
     except UserError as error:
         if os.environ.get(DEBUG) == "1":
             raise
         # Every rank meets the same error. The others wait until the launcher ends them, so that
         # the line is printed once; an error of one rank alone is still printed.
+        stopping.release()
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)
+            time.sleep(10)
+            if isinstance(error, startup.SharedError):
+                os._exit(error.exit_code)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         # A peer may wait in a collective: leave without the process group's clean-up.
-        os._exit(2)
+        os._exit(getattr(error, "exit_code", stopping.USER_ERROR))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

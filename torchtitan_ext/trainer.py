@@ -20,7 +20,7 @@ from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
-from torchtitan_ext import attention, masks, models, registry
+from torchtitan_ext import attention, masks, models, registry, stopping
 from torchtitan_ext import config as front
 from torchtitan_ext.checkpoint.manager import ExtCheckpointManager
 from torchtitan_ext.config.sections import (
@@ -33,6 +33,9 @@ from torchtitan_ext.config.sections import (
 from torchtitan_ext.data.loader import DataLoader
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.errors import UserError
+from torchtitan_ext.faults import hang
+from torchtitan_ext.faults.nonfinite import GuardedOptimizers, Layout, NonFiniteGuard, takes_found_inf
+from torchtitan_ext.faults.section import FaultsSection
 from torchtitan_ext.losses import LossSection
 from torchtitan_ext.metrics import ExtMetricsProcessor
 from torchtitan_ext.objective import Objective, merge_metrics, microbatch_generator
@@ -66,6 +69,7 @@ class ExtTrainer(Trainer):
         validator: ExtValidator.Config = field(default_factory=ExtValidator.Config)
         # pyrefly: ignore[bad-override] - the same build()
         loss: LossSection = field(default_factory=LossSection)
+        faults: FaultsSection = field(default_factory=FaultsSection)
 
         def __post_init__(self) -> None:
             Trainer.Config.__post_init__(self)
@@ -90,6 +94,8 @@ class ExtTrainer(Trainer):
     checkpointer: ExtCheckpointManager
     model_config: Any
     _exhausted: bool = False
+    _first_step: int | None = None
+    """The first step of this start, whose collectives may take longer."""
 
     def __init__(self, config: Config) -> None:
         spec = models.build_spec(config)
@@ -105,6 +111,8 @@ class ExtTrainer(Trainer):
             self.validator.trainer = self
         if config.checkpoint.enable:
             self.checkpointer.attach(config)
+        self._add_guard()
+        self.stopper = stopping.Stopper(stopping.REQUEST, timeout_s=config.comm.init_timeout_seconds)
 
     # --- one step, as the data sees it -------------------------------------------------
 
@@ -116,9 +124,57 @@ class ExtTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         self._begin_step()
+        self.guard.begin(self.step, microbatches=self.gradient_accumulation_steps)
         if not self.config.dataloader.infinite:
             data_iterator = self._whole_step(data_iterator)
-        super().train_step(data_iterator)
+        try:
+            super().train_step(data_iterator)
+        except RuntimeError:
+            # torchtitan refuses to log a loss that is not finite, at the very end of the step.
+            if not self.guard.was_skipped(self.step):
+                raise
+
+    # --- faults ------------------------------------------------------------------------
+
+    def _add_guard(self) -> None:
+        dims, world = self.parallel_dims, dist.get_world_size()
+        layout = Layout(
+            world=world,
+            rank=dist.get_rank(),
+            stages=dims.pp,
+            loss_copies=dims.tp,
+            has_loss=not dims.pp_enabled or self.pp_has_last_stage,
+        )
+        self.guard = NonFiniteGuard(
+            self.config.faults,
+            layout=layout,
+            device=self.device,
+            # Adam's kernel for bfloat16 moments is not known to leave them alone.
+            on_device=self.config.optimizer.implementation == "fused"
+            and takes_found_inf(self.optimizers, device=self.device),
+            last_good=self._last_good,
+            on_skip=self.metrics_processor.log_skipped,
+        )
+        guarded: Any = GuardedOptimizers(self.optimizers, self.guard)
+        self.optimizers = guarded
+        self.checkpointer.before_save = lambda: self.guard.before_save(self._parameters())
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for part in self.model_parts for p in part.parameters()]
+
+    def _last_good(self) -> str:
+        """The newest whole checkpoint, in words."""
+        if not self.config.checkpoint.enable:
+            return "none ([checkpoint] enable = false)"
+        try:
+            return str(self.checkpointer.newest_whole() or "none yet")
+        except UserError as error:  # of a save under way; it must not hide why the run ends
+            return f"see the checkpoint folder ({error})"
+
+    def _place(self) -> hang.Place:
+        comm = self.config.comm
+        first = self._first_step is None or self.step <= self._first_step
+        return hang.Place(self.step, comm.init_timeout_seconds if first else comm.train_timeout_seconds)
 
     def _whole_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
@@ -143,17 +199,31 @@ class ExtTrainer(Trainer):
 
     def train(self) -> None:
         begin = time.perf_counter()
-        super().train()
+        try:
+            with hang.explained(self._place, self.config.comm, self.config.dump_folder):
+                super().train()
+                self.guard.settle()
+        except stopping.Stopped:
+            self._note_run(time.perf_counter() - begin)
+            raise
         self._note_run(time.perf_counter() - begin)
         if self._exhausted and self.step > 0:
             # torchtitan leaves its loop without saving when the data ends before the steps do.
             self.checkpointer.save(self.step, last_step=True)
+
+    def should_continue_training(self) -> bool:
+        """Whether steps are left; between two of them a stop signal of any rank ends the run."""
+        if not super().should_continue_training():
+            return False
+        self.stopper.stop_if_asked(step=self.step, checkpointer=self.checkpointer)
+        return True
 
     def batch_generator(
         self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Microbatches prepared by the objective, before torchtitan counts their tokens."""
         self._save_config()
+        self._first_step = self.step
         dp_rank = self._batch_rank()
         for inputs, labels in super().batch_generator(data_iterable):
             generator = microbatch_generator(
@@ -235,9 +305,11 @@ class ExtTrainer(Trainer):
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:
         if self._counts is None:  # all microbatches of the step have been fetched by now
             self._counts = self.global_counts(self._local_counts)
-        return super().forward_backward_step(
+        loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
+        self.guard.after_backward(loss, self._parameters())
+        return loss
 
     def _forward_backward_body(
         self,
@@ -265,7 +337,11 @@ class ExtTrainer(Trainer):
 
     def _reduced_metrics(self) -> dict[str, float]:
         """The step's metrics; called on every rank."""
-        return self.reduced(self._step_metrics, microbatches=len(self._local_counts))
+        own = self.reduced(self._step_metrics, microbatches=len(self._local_counts))
+        if self.config.faults.non_finite == "skip":
+            self.guard.settle()
+            own["faults/skipped_steps"] = float(self.guard.skipped)
+        return own
 
     def reduced(self, metrics: dict[str, torch.Tensor], *, microbatches: int) -> dict[str, float]:
         """Merged metrics of this rank's microbatches, reduced over data-parallel ranks."""

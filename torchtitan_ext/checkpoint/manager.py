@@ -4,8 +4,10 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Generator
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.checkpointer.base import MODEL
-from torchtitan.tools import filesystem
+from torchtitan.components.checkpointer.base import MODEL, TRAIN_STATE
+from torchtitan.tools import filesystem, utils
 from torchtitan.tools.logging import logger
 
 from torchtitan_ext.backbones import HFAdapter
@@ -24,12 +27,23 @@ from torchtitan_ext.config import toml_text
 from torchtitan_ext.errors import UserError
 
 
-def on_rank_zero(function: Any) -> Any:
-    """The function's result on rank 0, on every rank (all must agree on what to load)."""
+def on_rank_zero(function: Callable[[], Any]) -> Any:
+    """The function's result on rank 0, on every rank (all must agree on what to load).
+
+    An error of rank 0 is raised on every rank: the others would wait for a
+    result until the collective's timeout.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
-    box = [function() if dist.get_rank() == 0 else None]
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function()
+        except Exception as error:  # whatever it is: raised below, on all ranks
+            box[1] = error
     dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
     return box[0]
 
 
@@ -41,6 +55,10 @@ class ExtCheckpointManager(CheckpointManager):
         last_save_model_only: bool = False
         """Whether the last checkpoint holds only the model; such a run cannot be extended."""
 
+        keep_latest_k: int = 10
+        """Whole checkpoints to keep, at least 2; 0 keeps all. A partial or damaged one does not count, and
+        an old one goes only after the new one is whole."""
+
         def __post_init__(self) -> None:
             if self.initial_load_path and not filesystem.is_remote(self.initial_load_path):
                 self.initial_load_path = os.path.abspath(os.path.expanduser(self.initial_load_path))
@@ -51,13 +69,23 @@ class ExtCheckpointManager(CheckpointManager):
             CheckpointManager.Config.__post_init__(self)
             self.initial_load_model_only = chosen
 
+    before_save: Callable[[], None] | None = None
+    """Called on every rank before a checkpoint is written; may raise to prevent it."""
+
     _config_text: str | None = None
     _saving: str = ""
+    _going: set[Path]
     _assets_path: str = ""
     _method: str = "ar"
     _section: dict[str, Any]
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
+        if config.enable and config.async_mode == "async_with_pinned_mem" and utils.device_type == "cpu":
+            raise UserError(
+                "[checkpoint] async_mode = 'async_with_pinned_mem' needs an accelerator, and this machine "
+                "has none; allowed here: 'disabled', 'async'"
+            )
+        self._going = set()
         super().__init__(config, **kwargs)
         if not self.enable or filesystem.is_remote(self.folder):
             return
@@ -94,6 +122,11 @@ class ExtCheckpointManager(CheckpointManager):
 
     # --- saving ------------------------------------------------------------------------
 
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self.before_save is not None and self._should_save(curr_step, last_step):
+            self.before_save()
+        return super()._save(curr_step, last_step)
+
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
         """Save, with the resolved config and assets beside; on failure remove what was written.
 
@@ -107,7 +140,79 @@ class ExtCheckpointManager(CheckpointManager):
             to_hf = bool(kwargs.get("to_hf"))
             on_rank_zero(lambda: self._begin_folder(Path(checkpoint_id), to_hf=to_hf))
             with self._with_added() if to_hf else contextlib.nullcontext():
-                return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+                result = super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        # A model without its training state is no place to resume from, and pushes none out.
+        purge = TRAIN_STATE in state_dict
+        if isinstance(result, Future | AsyncSaveResponse):
+            return self._then_published(result, Path(checkpoint_id), purge=purge)
+        self._published(Path(checkpoint_id), purge=purge)
+        return result
+
+    def _then_published(
+        self, result: Future[Any] | AsyncSaveResponse, folder: Path, *, purge: bool
+    ) -> Future[None] | AsyncSaveResponse:
+        """An asynchronous save that is done when it is whole and what it replaces is on its way out."""
+        chained: Future[None] = Future()
+
+        def done(upload: Future[Any]) -> None:
+            try:
+                upload.result()
+                self._published(folder, purge=purge)
+            except BaseException as error:
+                # Raised in the training loop, which waits for this future before its next save.
+                chained.set_exception(error)
+            else:
+                chained.set_result(None)
+
+        if isinstance(result, AsyncSaveResponse):
+            result.upload_completion.add_done_callback(done)
+            return replace(result, upload_completion=chained)
+        result.add_done_callback(done)
+        return chained
+
+    def _published(self, folder: Path, *, purge: bool) -> None:
+        """Remove what the new whole checkpoint makes superfluous; rank 0, maybe in the save's thread."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        step = int(folder.name.removeprefix("step-"))
+        keep = self.keep_latest_k if purge else 0
+        try:
+            whole.bring_back(folder.parent)
+            for path in whole.superfluous(folder.parent, keep=keep, published=step):
+                if not whole.finished(path):
+                    logger.info(f"{path} is removed: its save did not finish")
+                whole.doom(path)
+            self._remove_doomed()
+        except OSError as error:  # the new checkpoint is whole; the next save tries again
+            logger.warning(f"Old checkpoints in {folder.parent} cannot be removed: {error}")
+
+    def _remove_doomed(self) -> None:
+        """Delete in the background: other ranks wait for this one."""
+        doomed = set(whole.doomed(Path(self.folder)))
+        going, self._going = doomed - self._going, doomed
+        for path in sorted(going):
+            if self.purge_thread is not None:
+                self.purge_queue.put(str(path))
+            else:
+                threading.Thread(target=shutil.rmtree, args=(path, True), daemon=True).start()
+
+    def _tidy(self) -> None:
+        """Settle what a killed run left between two renames."""
+        whole.bring_back(Path(self.folder))
+        self._remove_doomed()
+
+    def _purge_stale_checkpoints(self) -> None:
+        # torchtitan counts the one that an asynchronous save has just begun; see _published.
+        if filesystem.is_remote(self.folder):
+            super()._purge_stale_checkpoints()
+
+    def newest_whole(self) -> Path | None:
+        """The newest whole checkpoint of this run, after the one being written is; None if there is none."""
+        if not self.enable or filesystem.is_remote(self.folder):
+            return None
+        self.maybe_wait_for_saving()
+        step, _ = whole.newest_whole(Path(self.folder))
+        return Path(self._create_checkpoint_id(step)) if step >= 0 else None
 
     @contextlib.contextmanager
     def _with_added(self) -> Generator[None]:
@@ -134,20 +239,22 @@ class ExtCheckpointManager(CheckpointManager):
         try:
             yield
         except (CheckpointException, OSError) as error:
+            what = _refused_write(error, Path(self._saving))
             if not dist.is_initialized() or dist.get_rank() == 0:
-                shutil.rmtree(self._saving, ignore_errors=True)
-            cause = _os_error(error)
-            if cause is None:
+                self._undo(Path(self._saving))
+            if what is None:
                 raise
-            what = "no disk space left" if cause.errno == errno.ENOSPC else cause.strerror or str(cause)
             raise UserError(
                 f"checkpoint {self._saving} could not be written: {what}; earlier checkpoints are untouched"
             ) from error
 
+    def _undo(self, folder: Path) -> None:
+        if whole.damage(folder) is not None:  # or else it is an earlier save, which could not be set aside
+            shutil.rmtree(folder, ignore_errors=True)
+        whole.bring_back(folder.parent)
+
     def _begin_folder(self, folder: Path, *, to_hf: bool) -> None:
-        # An earlier, damaged attempt at the same step: its metadata must not outlive its files.
-        if folder.exists():
-            shutil.rmtree(folder)
+        whole.set_aside(folder)
         folder.mkdir(parents=True)
         if self._config_text is not None:
             (folder / "config.toml").write_text(self._config_text)
@@ -179,6 +286,8 @@ class ExtCheckpointManager(CheckpointManager):
         return step
 
     def _load(self, step: int = -1) -> bool:
+        if not self.load_only and not filesystem.is_remote(self.folder):
+            on_rank_zero(self._tidy)
         if step != -1 and not filesystem.is_remote(self.folder):
             reason = on_rank_zero(lambda: whole.damage(Path(self._create_checkpoint_id(step))))
             if reason is not None:
@@ -227,8 +336,9 @@ class ExtCheckpointManager(CheckpointManager):
         reason = whole.damage(folder)
         if reason is not None:
             raise UserError(f"checkpoint {folder} cannot be loaded: {reason}")
-        stored = whole.read_metadata(folder).state_dict_metadata
-        if resumed and not any(key.startswith("train_state") for key in stored):
+        native = (folder / ".metadata").is_file()  # or else the last save's Hugging Face folder
+        stored = whole.read_metadata(folder).state_dict_metadata if native else {}
+        if resumed and not any(key.startswith(TRAIN_STATE) for key in stored):
             raise UserError(
                 f"checkpoint {folder} holds only model weights ([checkpoint] last_save_model_only), so this "
                 "run cannot be resumed; start another from it with [checkpoint] initial_load_path"
@@ -248,10 +358,27 @@ class ExtCheckpointManager(CheckpointManager):
                 )
 
 
-def _os_error(error: BaseException) -> OSError | None:
-    """The operating system's error inside a (possibly collective) checkpoint failure."""
-    if isinstance(error, OSError):
-        return error
-    failures = getattr(error, "failures", {})
-    causes = (failure[0] if isinstance(failure, tuple) else failure for failure in failures.values())
-    return next((cause for cause in causes if isinstance(cause, OSError)), None)
+def _refused_write(error: BaseException, folder: Path) -> str | None:
+    """What the operating system refused in a (possibly collective) checkpoint failure, or None."""
+    failures: dict[int, Any] = getattr(error, "failures", {})
+    causes = {rank: f[0] if isinstance(f, tuple) else f for rank, f in failures.items()}
+    for rank, cause in [(None, error), *causes.items()]:
+        where = "" if rank is None else f" on rank {rank}"
+        if isinstance(cause, OSError):
+            full = cause.errno == errno.ENOSPC
+            return f"{'no disk space left' if full else cause.strerror or str(cause)}{where}"
+        # torch.save's archive writer meets the refused write first and hides it behind an error of its own.
+        if isinstance(cause, RuntimeError) and any(word in str(cause) for word in ARCHIVE_WRITER):
+            full = _disk_is_full(folder)
+            return (
+                f"{'no disk space left' if full else 'a write failed (disk full, quota or I/O error)'}{where}"
+            )
+    return None
+
+
+ARCHIVE_WRITER = ("inline_container", "PytorchStreamWriter")
+"""What the errors of torch.save's archive writer contain."""
+
+
+def _disk_is_full(folder: Path) -> bool:
+    return folder.exists() and shutil.disk_usage(folder).free < 2**20

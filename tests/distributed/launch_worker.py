@@ -1,0 +1,40 @@
+"""A process for launcher tests that does as it is told, without torch.
+
+``launch_worker.py LOG TASK``: TASK is Python that sees ``rank``, ``restart`` and ``note``.
+A worker notes SIGUSR1 and SIGTERM; ``wait(code)`` exits with ``code`` after the first of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+got: list[str] = []
+rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def note(text: str) -> None:
+    with Path(sys.argv[1]).open("a") as file:
+        file.write(f"{rank} {text}\n")
+
+
+def wait(code: int, *, ignore: bool = False) -> None:
+    deadline = time.monotonic() + 60
+    while (ignore or not got) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    note(f"got {' '.join(got)}")
+    os._exit(code)
+
+
+def die(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+for each in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(each, lambda number, frame: got.append(signal.Signals(number).name))
+note(f"up restart={restart} store={os.environ['MASTER_PORT']} world={os.environ['WORLD_SIZE']}")
+exec(sys.argv[2])
