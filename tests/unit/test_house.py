@@ -116,6 +116,14 @@ def test_signatures_of_torchtitan_that_we_rely_on():
         "from_hf",
         "from_quantized",
     ]
+    for save in (CheckpointManager._save, CheckpointManager._should_save):
+        assert parameters(save) == ["self", "curr_step", "last_step"]
+    for argument_free in (
+        CheckpointManager._purge_stale_checkpoints,
+        CheckpointManager._wait_for_saving,
+        Trainer.should_continue_training,
+    ):
+        assert parameters(argument_free) == ["self"]
     assert parameters(CheckpointManager.dcp_save)[:3] == ["self", "state_dict", "checkpoint_id"]
     assert parameters(MetricsProcessor.log)[1:5] == [
         "step",
