@@ -1,8 +1,14 @@
 """Plan a run before it runs.
 
+    python tools/plan.py --job.config_file train_configs/ar/qwen3-8B_h100.toml --nodes 8 --gpu h100
+    python tools/plan.py --job.config_file X.toml --nodes 1 --gpu h200 --json --training.local_batch_size 2
     python tools/plan.py mask --kind doubled_blocks --documents 11,5,8 --block-size 4 --png mask.png
     python tools/plan.py mask --kind causal_document --documents 4096
     python tools/plan.py mask --config train_configs/ar/debug.toml --seq-len 2048 --json
+
+Without a subcommand (or as `run`): parameters, memory, FLOPs, communication and time of a config on
+--nodes N nodes of [--gpus-per-node 8] --gpu h100|h200|gh200|b200; every other option is the config's,
+as in training, and --assume NAME=VALUE changes an assumed efficiency.
 
 The table (or with --json one JSON object) goes to stdout, everything else to stderr.
 """
@@ -26,7 +32,14 @@ from torchtitan_ext.attention.flex import BLOCK
 from torchtitan_ext.config import load_toml
 from torchtitan_ext.errors import UserError, run_cli, unknown
 from torchtitan_ext.evaluation.plots import check_can_draw
-from torchtitan_ext.planning import BlockCounts, BlockGrid, block_grid, causal_counts, relative_to_causal
+from torchtitan_ext.planning import (
+    BlockCounts,
+    BlockGrid,
+    block_grid,
+    causal_counts,
+    command,
+    relative_to_causal,
+)
 from torchtitan_ext.planning.mask_picture import draw_mask
 from torchtitan_ext.trainer import default_config
 
@@ -81,9 +94,12 @@ KINDS: dict[str, Kind] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: one subcommand for each thing to plan."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """The command line: one subcommand for each thing to plan; `run` is :mod:`planning.command`'s."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run", help="what a config costs on a cluster", add_help=False)
     _add_mask(commands.add_parser("mask", help="blocks that attention computes, and a picture of the mask"))
     return parser
 
@@ -104,9 +120,15 @@ def _add_mask(command: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the subcommand."""
-    args = parser().parse_args(argv)
-    args.run(args)
+    """Run the subcommand; without one the planner."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "run":
+        command.run(argv[1:])
+    elif argv and argv[0].startswith("--") and argv[0] != "--help":
+        command.run(argv)
+    else:
+        args = parser().parse_args(argv)
+        args.run(args)
 
 
 def run_mask(args: argparse.Namespace) -> None:
