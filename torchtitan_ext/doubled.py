@@ -17,7 +17,7 @@ from torchtitan_ext import backbones, masks
 from torchtitan_ext.attention import build_mask
 from torchtitan_ext.data.targets import own_token_targets
 from torchtitan_ext.errors import UserError
-from torchtitan_ext.objective import IGNORE_INDEX, Objective, Prepared
+from torchtitan_ext.objective import IGNORE_INDEX, Generators, Objective, Prepared, rand
 from torchtitan_ext.readout import labelled
 
 # --- batch -----------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def hide_randomly(
     *,
     mask_id: int,
     block_size: int,
-    generator: torch.Generator,
+    generator: Generators,
     least: float = 1e-3,
 ) -> Corrupted:
     """Each block draws t ~ U(0, 1) and hides each of its tokens with that probability.
@@ -65,9 +65,9 @@ def hide_randomly(
     ``least``: t = least + (1 - least) u, so that a weight of 1/t stays finite.
     Source: the linear schedule of masked diffusion in blocks (Arriola et al., 2025); TiDAR table 5.
     """
-    level_BS = least + (1 - least) * torch.rand(tokens_BS.shape, generator=generator)
+    level_BS = least + (1 - least) * rand(tokens_BS.shape, generator=generator)
     noise_BS = level_BS.gather(1, block_starts(positions_BS, block_size=block_size))
-    hidden_BS = torch.rand(tokens_BS.shape, generator=generator) < noise_BS
+    hidden_BS = rand(tokens_BS.shape, generator=generator) < noise_BS
     return Corrupted(tokens_BS.masked_fill(hidden_BS, mask_id), hidden_BS, noise_BS)
 
 
@@ -92,7 +92,7 @@ class DoubledObjective(Objective):
         """The number of positions read out is a multiple of this (chunks of the loss)."""
 
     def corrupt(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, *, generator: torch.Generator
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, *, generator: Generators
     ) -> Corrupted:
         """The masked half."""
         raise NotImplementedError
@@ -106,7 +106,7 @@ class DoubledObjective(Objective):
         return float(((own_BS != IGNORE_INDEX) & corrupted.hidden_BS).sum())
 
     def prepare(
-        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: Generators
     ) -> Prepared:
         """Clean sequence ++ masked copy, the same positions twice, labels where there is a loss.
 

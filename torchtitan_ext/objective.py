@@ -10,6 +10,7 @@ Shape suffixes: B = batch, L = sequence length.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ from torchtitan_ext.initialization import seed_from
 
 IGNORE_INDEX = -100
 """Label of a token that is not supervised."""
+
+Generators = torch.Generator | Sequence[torch.Generator]
+"""One generator for a batch, or one for each of its rows (:func:`row_generators`)."""
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Prepared:
 
 
 class Objective(ABC):
-    """A method's loss. Stateless: randomness comes from the generator it is given."""
+    """A method's loss. Stateless: randomness comes from the generators it is given."""
 
     terms: tuple[str, ...] = ("loss",)
     """Names of the loss terms that :meth:`prepare` counts."""
@@ -50,9 +54,12 @@ class Objective(ABC):
 
     @abstractmethod
     def prepare(
-        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: Generators
     ) -> Prepared:
-        """Corrupt, double, relabel; count the supervised tokens of each term."""
+        """Corrupt, double, relabel; count the supervised tokens of each term.
+
+        In training ``generator`` has a generator for each row; draw with :func:`rand`.
+        """
 
     @abstractmethod
     def loss(
@@ -80,7 +87,7 @@ class NextToken(Objective):
     perplexity = True
 
     def prepare(
-        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: Generators
     ) -> Prepared:
         return Prepared(inputs, labels, {"loss": float((labels != IGNORE_INDEX).sum())})
 
@@ -98,9 +105,28 @@ class NextToken(Objective):
         return loss_fn(model(tokens, **model_inputs), labels, counts["loss"])
 
 
-def microbatch_generator(*, seed: int, step: int, dp_rank: int, microbatch: int) -> torch.Generator:
-    """The generator of one microbatch; a resumed run draws the same numbers without saved state."""
-    return torch.Generator().manual_seed(seed_from(seed, step, dp_rank, microbatch))
+def row_generators(*, seed: int, step: int, rows: Iterable[int]) -> list[torch.Generator]:
+    """A generator for each of the ``rows`` of a step's global batch.
+
+    So a row has the same noise in a resumed run, without saved state, and under any number of ranks
+    and microbatches.
+    """
+    return [torch.Generator().manual_seed(seed_from(seed, step, row)) for row in rows]
+
+
+def global_rows(*, microbatch: int, size: int, ranks: int, rank: int) -> range:
+    """Places in the step's global batch of the ``size`` rows of a rank's microbatch, as the loader deals."""
+    first = microbatch * size * ranks
+    return range(first + rank, first + size * ranks, ranks)
+
+
+def rand(shape: Sequence[int], *, generator: Generators) -> torch.Tensor:
+    """Uniform numbers [B, ...], of which each row depends on its own generator alone if it has one."""
+    if isinstance(generator, torch.Generator):
+        return torch.rand(*shape, generator=generator)
+    if shape[0] != len(generator):
+        raise ValueError(f"{len(generator)} generators for a batch of {shape[0]} rows")
+    return torch.stack([torch.rand(*shape[1:], generator=own) for own in generator])
 
 
 def merge_metrics(into: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:

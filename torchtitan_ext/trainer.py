@@ -38,7 +38,7 @@ from torchtitan_ext.faults.nonfinite import GuardedOptimizers, Layout, NonFinite
 from torchtitan_ext.faults.section import FaultsSection
 from torchtitan_ext.losses import LossSection
 from torchtitan_ext.metrics import ExtMetricsProcessor
-from torchtitan_ext.objective import Objective, merge_metrics, microbatch_generator
+from torchtitan_ext.objective import Objective, global_rows, merge_metrics, row_generators
 from torchtitan_ext.validation import ExtValidator
 
 
@@ -110,7 +110,8 @@ class ExtTrainer(Trainer):
         if config.validator.enable:
             self.validator.trainer = self
         if config.checkpoint.enable:
-            self.checkpointer.attach(config)
+            rows = config.training.local_batch_size * self._batch_rank()[1]
+            self.checkpointer.attach(config, global_batch=rows * self.gradient_accumulation_steps)
         self._add_guard()
         self.stopper = stopping.Stopper(stopping.REQUEST, timeout_s=config.comm.init_timeout_seconds)
 
@@ -224,16 +225,13 @@ class ExtTrainer(Trainer):
         """Microbatches prepared by the objective, before torchtitan counts their tokens."""
         self._save_config()
         self._first_step = self.step
-        dp_rank = self._batch_rank()
+        rank, ranks = self._batch_rank()
         for inputs, labels in super().batch_generator(data_iterable):
-            generator = microbatch_generator(
-                seed=self.config.debug.seed or 0,
-                step=self.step,
-                dp_rank=dp_rank,
-                microbatch=len(self._local_counts),
-            )
+            microbatch = len(self._local_counts)
+            rows = global_rows(microbatch=microbatch, size=len(labels), ranks=ranks, rank=rank)
+            generators = row_generators(seed=self.config.debug.seed or 0, step=self.step, rows=rows)
             self._data_tokens.append(labels.numel())
-            prepared = self.objective.prepare(inputs, labels, generator=generator)
+            prepared = self.objective.prepare(inputs, labels, generator=generators)
             self._local_counts.append(prepared.counts)
             yield prepared.inputs, prepared.labels
 
@@ -256,9 +254,12 @@ class ExtTrainer(Trainer):
         if dist.get_rank() == 0:
             front.save(self.config, Path(self.config.dump_folder) / "config.toml")
 
-    def _batch_rank(self) -> int:
-        dims = self.parallel_dims
-        return dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
+    def _batch_rank(self) -> tuple[int, int]:
+        """This rank's place among the data-parallel ranks, and their number."""
+        if not self.parallel_dims.dp_enabled:
+            return 0, 1
+        mesh = self.parallel_dims.get_mesh("batch")
+        return mesh.get_local_rank(), mesh.size()
 
     def global_counts(self, local: list[dict[str, float]]) -> dict[str, torch.Tensor]:
         """Supervised tokens of every loss term over all microbatches and data-parallel ranks."""

@@ -11,7 +11,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from torchtitan_ext.data.loader import DataLoader
 from torchtitan_ext.metrics import ExtMetricsProcessor
-from torchtitan_ext.objective import IGNORE_INDEX, Prepared, merge_metrics, microbatch_generator
+from torchtitan_ext.objective import IGNORE_INDEX, Prepared, global_rows, merge_metrics, row_generators
 
 
 class ExtValidator(Validator):
@@ -115,7 +115,6 @@ class ExtValidator(Validator):
 
     def _prepared(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, index: int) -> Prepared:
         # Step 0 belongs to validation alone: training counts from 1. The noise is the same every time.
-        generator = microbatch_generator(
-            seed=self.trainer.config.debug.seed, step=0, dp_rank=self.dp_rank, microbatch=index
-        )
-        return self.trainer.objective.prepare(inputs, labels, generator=generator)
+        rows = global_rows(microbatch=index, size=len(labels), ranks=self.dp_world_size, rank=self.dp_rank)
+        generators = row_generators(seed=self.trainer.config.debug.seed, step=0, rows=rows)
+        return self.trainer.objective.prepare(inputs, labels, generator=generators)

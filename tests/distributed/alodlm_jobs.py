@@ -1,7 +1,6 @@
 """What the processes of the WeDLM and ALoDLM tests do.
 
-Corruption and exits are drawn for each rank, so here they are keyed by a row's tokens instead:
-then the same rows have the same noise however they are spread over ranks.
+Corruption and exits are keyed by a row's tokens here, so that they do not rest on the run's own noise.
 """
 
 from __future__ import annotations

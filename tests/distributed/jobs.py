@@ -333,10 +333,10 @@ class TwoTerms:
         self.drop = drop
         self.seen: list[tuple[int, ...]] = []
 
-    def prepare(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator):
-        from torchtitan_ext.objective import Prepared
+    def prepare(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: Any):
+        from torchtitan_ext.objective import Prepared, rand
 
-        noise = torch.rand(labels.shape, generator=generator)
+        noise = rand(labels.shape, generator=generator)
         labels = labels.masked_fill(noise < self.drop, -100)
         even = (inputs["positions"] % 2 == 0) & (labels != -100)
         odd = (inputs["positions"] % 2 == 1) & (labels != -100)

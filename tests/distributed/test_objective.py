@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed import jobs
 from tests.distributed.harness import run
-from torchtitan_ext.objective import merge_metrics, microbatch_generator
+from torchtitan_ext.objective import global_rows, merge_metrics, rand, row_generators
 
 LAYOUTS = {
     "accumulated": (1, ["--training.local_batch_size", "1", "--training.global_batch_size", "8"]),
@@ -46,8 +46,8 @@ def test_metrics_are_reduced_over_microbatches_and_ranks(tmp_path):
         assert row["two/longest/max"] == 63
 
 
-def test_noise_is_a_function_of_seed_step_rank_and_microbatch(tmp_path):
-    """A resumed run draws the numbers an uninterrupted one would have drawn; ranks draw their own."""
+def test_noise_is_a_function_of_seed_step_and_row(tmp_path):
+    """A resumed run draws the numbers an uninterrupted one would have drawn; rows draw their own."""
     save = ["--checkpoint.enable", "--checkpoint.interval", "3", "--lr_scheduler.total_steps", "6"]
     args = [*save, "--training.local_batch_size", "2", "--training.global_batch_size", "8"]
     (tmp_path / "a").mkdir()
@@ -64,14 +64,38 @@ def test_noise_is_a_function_of_seed_step_rank_and_microbatch(tmp_path):
     assert whole[0]["seen"] != whole[1]["seen"]
 
 
-def test_microbatch_generator_depends_on_every_part():
-    base = {"seed": 1, "step": 2, "dp_rank": 3, "microbatch": 4}
-    draw = lambda **parts: torch.rand(4, generator=microbatch_generator(**{**base, **parts}))  # noqa: E731
+def test_row_generators_depend_on_every_part():
+    base = {"seed": 1, "step": 2, "row": 3}
+
+    def draw(**parts: int) -> torch.Tensor:
+        seed, step, row = {**base, **parts}.values()
+        return rand((1, 4), generator=row_generators(seed=seed, step=step, rows=[row]))
+
     assert torch.equal(draw(), draw())
     for part in base:
         assert not torch.equal(draw(), draw(**{part: 9})), part
     # 12 then 3 is not 1 then 23.
-    assert not torch.equal(draw(step=12, dp_rank=3), draw(step=1, dp_rank=23))
+    assert not torch.equal(draw(step=12, row=3), draw(step=1, row=23))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 4), (2, 2), (4, 1), (3, 2)])
+def test_rows_have_the_same_noise_on_any_number_of_ranks(ranks, microbatches):
+    """Ranks and microbatches together draw what one rank with the whole batch draws."""
+    total = 24
+    whole = rand((total, 5), generator=row_generators(seed=0, step=7, rows=range(total)))
+    got = torch.full_like(whole, -1)
+    size = total // (ranks * microbatches)
+    for rank in range(ranks):
+        for microbatch in range(microbatches):
+            rows = global_rows(microbatch=microbatch, size=size, ranks=ranks, rank=rank)
+            assert len(rows) == size and (got[list(rows)] == -1).all()
+            got[list(rows)] = rand((size, 5), generator=row_generators(seed=0, step=7, rows=rows))
+    assert torch.equal(got, whole)
+
+
+def test_a_batch_needs_a_generator_for_each_row():
+    with pytest.raises(ValueError, match="2 generators for a batch of 3 rows"):
+        rand((3, 4), generator=row_generators(seed=0, step=0, rows=range(2)))
 
 
 def test_merge_metrics_follows_the_names():

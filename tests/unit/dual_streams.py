@@ -9,7 +9,7 @@ import torch
 import torchtitan_ext  # noqa: F401  (before torchtitan)
 from torchtitan_ext import initialization, registry
 from torchtitan_ext.losses import LossSection
-from torchtitan_ext.objective import IGNORE_INDEX, Prepared, microbatch_generator
+from torchtitan_ext.objective import IGNORE_INDEX, Prepared, row_generators
 
 MASK = 260
 FLAVOR = "qwen3-untied-debug"
@@ -58,7 +58,7 @@ def rows(*lengths: int, prompt: int = 0, batch: int = 1, seed: int = 0) -> tuple
 
 
 def prepare(objective: Any, batch: tuple[dict, torch.Tensor], *, step: int = 1) -> Prepared:
-    generator = microbatch_generator(seed=0, step=step, dp_rank=0, microbatch=0)
+    generator = row_generators(seed=0, step=step, rows=range(len(batch[1])))
     return objective.prepare(dict(batch[0]), batch[1], generator=generator)
 
 

@@ -143,10 +143,10 @@ def test_loss_is_the_formula(weighting, w_ar):
 
 def remade(packed) -> batch.Streams:
     """The streams that :func:`prepare` made, from the same generator."""
-    from torchtitan_ext.objective import microbatch_generator
+    from torchtitan_ext.objective import row_generators
 
     inputs, labels = packed
-    generator = microbatch_generator(seed=0, step=1, dp_rank=0, microbatch=0)
+    generator = row_generators(seed=0, step=1, rows=range(len(labels)))
     noise = batch.draw_noise(inputs["input"].shape, generator=generator)
     return batch.dual_stream(
         inputs["input"], labels, inputs["positions"], noise=noise, mask_id=MASK, block_size=4

@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 import threading
+import tomllib
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_ext.backbones import HFAdapter
 from torchtitan_ext.checkpoint import assets, convert, hf_folder, whole
-from torchtitan_ext.config import toml_text
+from torchtitan_ext.config import to_dict, toml_text
 from torchtitan_ext.errors import UserError
 
 
@@ -73,6 +74,7 @@ class ExtCheckpointManager(CheckpointManager):
     """Called on every rank before a checkpoint is written; may raise to prevent it."""
 
     _config_text: str | None = None
+    _global_batch: int | None = None
     _saving: str = ""
     _going: set[Path]
     _assets_path: str = ""
@@ -95,9 +97,15 @@ class ExtCheckpointManager(CheckpointManager):
         if not config.load_only:
             self._check_free_disk()
 
-    def attach(self, config: Any) -> None:
-        """Give the resolved config and the assets that are kept beside every checkpoint."""
-        self._config_text = toml_text(config)
+    def attach(self, config: Any, *, global_batch: int) -> None:
+        """Give the resolved config and the assets that are kept beside every checkpoint.
+
+        ``global_batch``: the rows of a step, which are kept as global_batch_size even where the user
+        left that to the number of ranks: a resumed run may have other ranks.
+        """
+        tables = to_dict(config)
+        tables["training"]["global_batch_size"] = self._global_batch = global_batch
+        self._config_text = toml_text(tables)
         self._assets_path = config.hf_assets_path
         self._method = config.model.name
         own = getattr(config, self._method, None)
@@ -312,6 +320,8 @@ class ExtCheckpointManager(CheckpointManager):
                 f"resuming from {checkpoint_id}"
             )
         if not filesystem.is_remote(checkpoint_id):
+            if resumed and (not dist.is_initialized() or dist.get_rank() == 0):
+                self._compare_batch(Path(checkpoint_id))
             if from_hf:
                 assert self.sd_adapter is not None
                 hf_folder.check_against(self.sd_adapter, state_dict, Path(checkpoint_id))
@@ -320,6 +330,25 @@ class ExtCheckpointManager(CheckpointManager):
                     state_dict = self._without_added(state_dict, Path(checkpoint_id))
                 self._check_native(state_dict, Path(checkpoint_id), resumed=resumed)
         super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+
+    def _compare_batch(self, folder: Path) -> None:
+        """Warn when the rows of a step are not those with which the checkpoint was made."""
+        path = folder / "config.toml"
+        if self._global_batch is None or not path.is_file():
+            return
+        try:
+            before = tomllib.loads(path.read_text()).get("training", {}).get("global_batch_size", -1)
+        except ValueError as error:
+            logger.warning(
+                f"{path} cannot be read ({error}): whether the global batch size is the same is not known"
+            )
+            return
+        if before > 0 and before != self._global_batch:
+            logger.warning(
+                f"The global batch size changes from {before} to {self._global_batch} rows a step at this "
+                f"resume ({folder}): learning rate and number of steps now mean another run. To keep it set "
+                f"[training] global_batch_size = {before}; -1 is local_batch_size x data-parallel ranks"
+            )
 
     def _without_added(self, state_dict: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Leave out parameters that the method adds and initial weights do not have; they stay as drawn."""

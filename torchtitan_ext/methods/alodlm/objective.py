@@ -20,7 +20,7 @@ from torchtitan_ext.methods.alodlm import stick
 from torchtitan_ext.methods.alodlm.config import MASK_KEY, Section
 from torchtitan_ext.methods.alodlm.model import Exits, Rollout
 from torchtitan_ext.methods.wedlm import batch
-from torchtitan_ext.objective import IGNORE_INDEX, Objective, Prepared
+from torchtitan_ext.objective import IGNORE_INDEX, Generators, Objective, Prepared, rand
 from torchtitan_ext.readout import Readout, labelled
 
 
@@ -45,15 +45,13 @@ class ALoDLMObjective(Objective):
         self.num_chunks = num_chunks
         """Parts in which the readouts of one pass go through the LM head."""
 
-    def noise(
-        self, tokens_BS: torch.Tensor, *, generator: torch.Generator
-    ) -> tuple[batch.Noise, torch.Tensor]:
+    def noise(self, tokens_BS: torch.Tensor, *, generator: Generators) -> tuple[batch.Noise, torch.Tensor]:
         """The random numbers of a batch: its corruption, as WeDLM's, and its exits, [B, S, K]."""
         corruption = batch.draw_noise(tokens_BS.shape, generator=generator)
-        return corruption, torch.rand(*tokens_BS.shape, self.section.passes, generator=generator)
+        return corruption, rand((*tokens_BS.shape, self.section.passes), generator=generator)
 
     def prepare(
-        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: Generators
     ) -> Prepared:
         """The dual stream, where it is read out, and the numbers that decide the exits."""
         tokens_BS, positions_BS = inputs["input"], inputs["positions"]

@@ -12,7 +12,7 @@ import torch
 from torchtitan_ext import doubled
 from torchtitan_ext.data.mask_token import check_mask_id
 from torchtitan_ext.methods.block_diffusion.config import MASK_KEY
-from torchtitan_ext.objective import IGNORE_INDEX
+from torchtitan_ext.objective import IGNORE_INDEX, Generators
 
 
 class BlockDiffusionObjective(doubled.DoubledObjective):
@@ -26,7 +26,7 @@ class BlockDiffusionObjective(doubled.DoubledObjective):
         self.weighting = weighting
 
     def corrupt(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, *, generator: torch.Generator
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, *, generator: Generators
     ) -> doubled.Corrupted:
         """A random part of each block hidden."""
         return doubled.hide_randomly(

@@ -13,7 +13,7 @@ import torch
 from torchtitan_ext import backbones
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.methods.looped import pause
-from torchtitan_ext.objective import NextToken, Prepared
+from torchtitan_ext.objective import Generators, NextToken, Prepared
 
 
 class PauseObjective(NextToken):
@@ -23,7 +23,7 @@ class PauseObjective(NextToken):
         self.pauses, self.pause_id = pauses, pause_id
 
     def prepare(
-        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: Generators
     ) -> Prepared:
         """Expand the batch; the count of supervised tokens stays that of the data.
 

@@ -14,7 +14,7 @@ from torchtitan_ext.data.mask_token import check_mask_id
 from torchtitan_ext.data.targets import own_token_targets
 from torchtitan_ext.decoding.masked_diffusion import Prediction
 from torchtitan_ext.methods.mdlm.config import MASK_KEY
-from torchtitan_ext.objective import IGNORE_INDEX, Objective, Prepared
+from torchtitan_ext.objective import IGNORE_INDEX, Generators, Objective, Prepared, rand
 from torchtitan_ext.readout import labelled
 
 # --- pure functions --------------------------------------------------------------------
@@ -103,18 +103,16 @@ class MaskedDiffusion(Objective):
         self.multiple = multiple
         """The number of positions read out is a multiple of this (chunks of the loss)."""
 
-    def draw(
-        self, positions_BL: torch.Tensor, *, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, positions_BL: torch.Tensor, *, generator: Generators) -> tuple[torch.Tensor, torch.Tensor]:
         """t of each position, the same within a document (or a row), and a number that p is compared with."""
-        t_BL = torch.rand(positions_BL.shape, generator=generator)
+        t_BL = rand(positions_BL.shape, generator=generator)
         starts_BL = torch.zeros_like(positions_BL)
         if self.noise == "document":
             starts_BL = document_starts(positions_BL)
-        return t_BL.gather(1, starts_BL), torch.rand(positions_BL.shape, generator=generator)
+        return t_BL.gather(1, starts_BL), rand(positions_BL.shape, generator=generator)
 
     def prepare(
-        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: Generators
     ) -> Prepared:
         """Mask some of the supervised tokens; nothing else is ever masked, such as a prompt."""
         tokens_BL, positions_BL = inputs["input"], inputs["positions"]

@@ -19,7 +19,7 @@ from torchtitan_ext.errors import UserError
 from torchtitan_ext.methods.mdlm.objective import readout_labels
 from torchtitan_ext.methods.tdlm import temporal
 from torchtitan_ext.methods.tdlm.config import MASK_KEY
-from torchtitan_ext.objective import IGNORE_INDEX, Objective, Prepared
+from torchtitan_ext.objective import IGNORE_INDEX, Generators, Objective, Prepared
 from torchtitan_ext.readout import labelled
 
 
@@ -38,12 +38,12 @@ class TrajectoryDistillation(Objective):
         self.multiple = multiple
         """The number of positions read out is a multiple of this (chunks of the loss)."""
 
-    def draw(self, reveal_step_BL: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
+    def draw(self, reveal_step_BL: torch.Tensor, *, generator: Generators) -> torch.Tensor:
         """s_0 to s_K of each trajectory, [B, S]."""
         return temporal.sample_steps(reveal_step_BL.amax(dim=1), states=self.states, generator=generator)
 
     def prepare(
-        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: Generators
     ) -> Prepared:
         """The first K states of each trajectory as rows, and their targets.
 

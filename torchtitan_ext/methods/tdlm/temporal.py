@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from torchtitan_ext.errors import UserError
+from torchtitan_ext.objective import Generators
 
 Window = int | Literal["full", "current"]
 """Which evaluations a position remembers: all before this one, the last n before it, or this one alone."""
@@ -105,7 +106,7 @@ class States(NamedTuple):
 
 
 def sample_steps(
-    steps_B: Sequence[int] | torch.Tensor, *, states: int, generator: torch.Generator
+    steps_B: Sequence[int] | torch.Tensor, *, states: int, generator: Generators
 ) -> torch.Tensor:
     """s_0 = 0, K - 1 distinct steps uniform in 1 .. T - 1, sorted, and s_K = T; int64 [B, K + 1].
 
@@ -113,7 +114,9 @@ def sample_steps(
     Source: TDLM section 2.3. Errors: UserError for a trajectory of fewer than K steps.
     """
     rows = []
-    for total in [int(t) for t in steps_B]:
+    totals = [int(t) for t in steps_B]
+    own = [generator] * len(totals) if isinstance(generator, torch.Generator) else generator
+    for total, drawn in zip(totals, own, strict=True):
         if total == 0:
             rows.append(torch.zeros(states + 1, dtype=torch.long))
             continue
@@ -122,7 +125,7 @@ def sample_steps(
                 f"[tdlm] states = {states} (K) is more than the {total} steps of a trajectory "
                 f"(allowed: 2 to {total}, or leave out trajectories this short)"
             )
-        between = torch.randperm(total - 1, generator=generator)[: states - 1].sort().values + 1
+        between = torch.randperm(total - 1, generator=drawn)[: states - 1].sort().values + 1
         rows.append(torch.cat([between.new_zeros(1), between, between.new_tensor([total])]))
     return torch.stack(rows)
 

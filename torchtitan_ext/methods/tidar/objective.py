@@ -12,6 +12,7 @@ import torch
 from torchtitan_ext import doubled
 from torchtitan_ext.data.mask_token import check_mask_id
 from torchtitan_ext.methods.tidar.config import MASK_KEY
+from torchtitan_ext.objective import Generators
 
 
 def factors(alpha: float) -> tuple[float, float]:
@@ -32,7 +33,7 @@ class TiDARObjective(doubled.DoubledObjective):
         self.corruption = corruption
 
     def corrupt(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, *, generator: torch.Generator
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, *, generator: Generators
     ) -> doubled.Corrupted:
         """Everything hidden (section 3.1), or a random part of each block (the ablation of table 5)."""
         if self.corruption == "full":

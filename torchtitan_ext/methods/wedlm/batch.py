@@ -11,7 +11,7 @@ import torch
 
 from torchtitan_ext.data.targets import own_token_targets
 from torchtitan_ext.doubled import block_starts
-from torchtitan_ext.objective import IGNORE_INDEX
+from torchtitan_ext.objective import IGNORE_INDEX, Generators, rand
 
 LEAST_LEVEL = 1e-8
 """Smallest mask probability of a block, so that its inverse is finite."""
@@ -49,9 +49,9 @@ class Streams(NamedTuple):
         return self.labels_BL[:, self.slots_BS.shape[1] :] != IGNORE_INDEX
 
 
-def draw_noise(shape: torch.Size, *, generator: torch.Generator) -> Noise:
+def draw_noise(shape: torch.Size, *, generator: Generators) -> Noise:
     """The random numbers of a batch [B, S]."""
-    return Noise(torch.rand(shape, generator=generator), torch.rand(shape, generator=generator))
+    return Noise(rand(shape, generator=generator), rand(shape, generator=generator))
 
 
 def dual_stream(

@@ -13,7 +13,7 @@ from torchtitan_ext.data.mask_token import check_mask_id
 from torchtitan_ext.doubled import DoubledObjective
 from torchtitan_ext.methods.wedlm import batch
 from torchtitan_ext.methods.wedlm.config import MASK_KEY
-from torchtitan_ext.objective import IGNORE_INDEX, Prepared
+from torchtitan_ext.objective import IGNORE_INDEX, Generators, Prepared
 from torchtitan_ext.readout import labelled
 
 
@@ -31,12 +31,12 @@ class WeDLMObjective(DoubledObjective):
         super().__init__(mask_id=mask_id, block_size=block_size, factors=factors(w_ar), multiple=multiple)
         self.weighting = weighting
 
-    def noise(self, tokens_BS: torch.Tensor, *, generator: torch.Generator) -> batch.Noise:
+    def noise(self, tokens_BS: torch.Tensor, *, generator: Generators) -> batch.Noise:
         """The random numbers of a batch."""
         return batch.draw_noise(tokens_BS.shape, generator=generator)
 
     def prepare(
-        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: torch.Generator
+        self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, *, generator: Generators
     ) -> Prepared:
         """The dual stream, with labels where there is a loss; a term with factor 0 has none."""
         tokens_BS, positions_BS = inputs["input"], inputs["positions"]
