@@ -39,6 +39,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="write only what the method adds to its frozen backbone, as one safetensors file at HF_DIR",
     )
+    parser.add_argument(
+        "--self-contained",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="add the code with which transformers opens the folder without this package (default)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace HF_DIR whatever it holds")
     return parser
 
@@ -74,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         dtype=args.dtype,
         max_shard_bytes=hf_folder.parse_bytes(args.max_shard_size),
         choice=choice,
+        self_contained=args.self_contained,
         overwrite=args.overwrite,
     )
     print(f"wrote {folder}")

@@ -1,4 +1,4 @@
-"""Evaluate a trained model: accuracy on a synthetic task, or decoding strategies side by side.
+"""Evaluate a trained model: a synthetic task, benchmarks, or decoding strategies side by side.
 
     python tools/evaluate.py outputs/ --task group_retrieval --lengths 1:48 --csv out.csv --png out.png
     python tools/evaluate.py outputs/checkpoint/step-400 --task group_retrieval --lengths 8,16,32 --json
@@ -7,12 +7,14 @@
     python tools/evaluate.py outputs/ --decode ar,tidar --task chain_sum
     python tools/evaluate.py outputs/ --task chain_sum --sweep "tau=0.1,0.4,0.8;q=0.3,0.5" --png frontier.png
     python tools/evaluate.py outputs/ --task chain_sum --depths --png depths.png
+    python tools/evaluate.py outputs/ --tasks arc_easy,piqa,winogrande --data FOLDER --limit 200 --json
 
 The knobs of a task are those of the checkpoint's config.toml; flags override them. Without a task,
 strategies continue held-out documents of the checkpoint's own data. --sweep decodes the samples of all
 lengths with every combination of options of the method's own decoder. --depths shows in which pass of a
-step each kind of token is committed, with --sweep for every combination. The table (or with --json one
-JSON object) goes to stdout, everything else to stderr.
+step each kind of token is committed, with --sweep for every combination. --tasks measures benchmarks of
+local files through lm-eval, under torchrun on several ranks. The table (or with --json one JSON object)
+goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from torchtitan_ext.decoding.choice import chosen_decoder
 from torchtitan_ext.decoding.strategies import FORMS, Strategy
 from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, run_cli, unknown
-from torchtitan_ext.evaluation import decoding, depths, plots, sweep, tasks
+from torchtitan_ext.evaluation import benchmarks, decoding, depths, plots, sweep, tasks
 from torchtitan_ext.evaluation.decode_options import parse_options
 from torchtitan_ext.evaluation.prompts import Prompt, file_prompts, held_out_prompts
 
@@ -51,7 +53,7 @@ DECODE_DEFAULTS = {
 }
 """Options of --decode without --task."""
 
-BATCH_SIZE = {"task": 64, "decode": 1}
+BATCH_SIZE = {"task": 64, "decode": 1, "tasks": benchmarks.BATCH_SIZE}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +65,11 @@ def parser() -> argparse.ArgumentParser:
     add("--task", help=f"synthetic task: {', '.join(TASKS)}")
     add("--lengths", help="1:32, 1:32:4, 1,2,4,8 or 16 (default: 1 to the longest in training)")
     add("--samples", type=int, default=256, help="for each length (default: %(default)s)")
-    add("--batch-size", type=int, help="samples in a forward (default: 64), or prompts with --decode (1)")
+    add(
+        "--batch-size",
+        type=int,
+        help="samples in a forward (default: 64; --tasks: 8), or prompts (--decode: 1)",
+    )
     add("--seed", type=int, default=0, help="of the samples, prompts and draws (default: %(default)s)")
     for knob in tasks.KNOBS:
         flag, kind = f"--{knob.replace('_', '-')}", tasks.knob_type(knob)
@@ -77,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--depths", action="store_true", help="count the passes in which kinds of tokens are committed")
     add("--decode", metavar="NAME,...", help=f"decoding strategies to compare: {', '.join(FORMS)}")
     _add_decode(add)
+    benchmarks.add_arguments(add)
     add("--csv", type=Path, metavar="FILE", help="write the table there")
     add("--png", type=Path, metavar="FILE", help="draw accuracy against length or cost, or the passes, there")
     add("--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: %(default)s)")
@@ -107,10 +114,17 @@ def main(argv: list[str] | None = None) -> None:
     )
     if args.dtype not in DTYPES:
         raise unknown("--dtype", args.dtype, DTYPES)
-    if args.task is None and args.decode is None:
-        raise UserError(f"nothing to evaluate: give --task ({', '.join(TASKS)}) or --decode")
+    if args.task is None and args.decode is None and args.tasks is None:
+        raise UserError(f"nothing to evaluate: give --task ({', '.join(TASKS)}), --tasks or --decode")
     if args.batch_size is None:
-        args.batch_size = BATCH_SIZE["decode" if args.task is None else "task"]
+        args.batch_size = BATCH_SIZE[_mode(args)]
+    if args.tasks is not None:
+        check_benchmark_arguments(args)
+        benchmarks.run(args)
+        return
+    for name in benchmarks.OPTIONS:
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} belongs to --tasks, which is not given")
     strategies = decoding.parse_strategies(args.decode) if args.decode is not None else []
     if args.task is not None:
         check_task_arguments(args)
@@ -129,6 +143,23 @@ def main(argv: list[str] | None = None) -> None:
         run_task_decoded(loaded, args, strategies)
     else:
         run_task(loaded, args)
+
+
+def _mode(args: argparse.Namespace) -> str:
+    """Which of the three kinds of evaluation."""
+    if args.tasks is not None:
+        return "tasks"
+    return "decode" if args.task is None else "task"
+
+
+def check_benchmark_arguments(args: argparse.Namespace) -> None:
+    """What --tasks has no use for."""
+    others = ("task", "decode", "lengths", "sweep", "cost", "depths", "png", *tasks.KNOBS, *DECODE_DEFAULTS)
+    for name in others:
+        if getattr(args, name) not in (None, False):
+            raise UserError(f"--{name.replace('_', '-')} has no use with --tasks")
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size must be at least 1, got {args.batch_size}")
 
 
 def check_decode_arguments(args: argparse.Namespace) -> None:

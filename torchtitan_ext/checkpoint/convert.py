@@ -37,6 +37,7 @@ from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD, model_shapes
 from torchtitan_ext.backbones.key_maps import is_ignorable
 from torchtitan_ext.checkpoint import assets as hf_assets
 from torchtitan_ext.checkpoint import hf_folder, whole
+from torchtitan_ext.checkpoint.remote import describe
 from torchtitan_ext.config import toml_text
 from torchtitan_ext.errors import UserError, unknown
 from torchtitan_ext.initialization import draw
@@ -119,6 +120,7 @@ def convert_to_hf(
     dtype: str | None = None,
     max_shard_bytes: int = hf_folder.DEFAULT_SHARD_BYTES,
     choice: ModelChoice | None = None,
+    self_contained: bool = True,
     overwrite: bool = False,
 ) -> Path:
     """Write a Hugging Face folder with the model of a checkpoint; optimizer state is left out.
@@ -126,6 +128,7 @@ def convert_to_hf(
     ``ckpt_dir``: a ``step-N`` folder, or a folder of them (the newest whole one is taken).
     ``dtype``: ``float32``, ``bfloat16`` or ``float16``; None keeps each tensor's own.
     ``choice``: method and flavor, for a checkpoint without ``config.toml``.
+    ``self_contained``: with the code that opens a method's folder without this package.
     Errors: a damaged checkpoint, tensors that are not exactly the model's, a full disk.
     """
     if dtype is not None and dtype not in hf_folder.DTYPES:
@@ -161,6 +164,7 @@ def convert_to_hf(
             dtype=written,
             name=choice.name,
             section={} if section is None else asdict(section),
+            self_contained=self_contained,
         )
         hf_folder.write_json(folder / MARKER, {"from": str(checkpoint), "tensors": len(sizes)})
     return target
@@ -174,13 +178,20 @@ def write_config(
     dtype: torch.dtype,
     name: str,
     section: dict[str, Any],
+    self_contained: bool = True,
 ) -> None:
-    """The config.json of an export: the backbone's, with method and section under :data:`HF_SECTION`."""
+    """The config.json of an export: the backbone's, with method and section under :data:`HF_SECTION`.
+
+    And what goes with it: generation_config.json, and the code that opens the folder elsewhere.
+    """
     config = _export_config(size, assets=assets, dtype=dtype)
     config.pop(HF_SECTION, None)
     if name != "ar":
         config[HF_SECTION] = {"name": name, "section": section}
+    describe.describe(config, size=size, method=name, self_contained=self_contained)
     hf_folder.write_json(folder / "config.json", config)
+    describe.copy_modelling(folder, config=config)
+    describe.write_generation_config(folder, config=config)
 
 
 def model_spec(choice: ModelChoice, *, assets: Path | None) -> ModelSpec:

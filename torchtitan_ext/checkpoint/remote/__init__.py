@@ -1,0 +1,1 @@
+"""What an exported folder tells tools that do not have this package."""

@@ -1,0 +1,110 @@
+"""``config.json`` and ``generation_config.json`` of an export, as transformers reads them.
+
+A method whose weights are a plain backbone that also predicts next tokens (tidar, wedlm,
+block_diffusion), or a masked one as it was published (mdlm), keeps the backbone's ``model_type``.
+A method that adds parameters or runs its layers in another way gets a ``model_type`` of its own,
+so that no tool opens it as the backbone and computes something else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools.logging import logger
+
+from torchtitan_ext.backbones import BackboneSize
+from torchtitan_ext.backbones.hf_config import ARCHITECTURES, MODEL_TYPES
+from torchtitan_ext.checkpoint import hf_folder
+from torchtitan_ext.data.tokenizers import Tokenizer, find_hf, find_tiktoken
+from torchtitan_ext.errors import UserError
+
+OWN_TYPES: dict[str, tuple[str, str]] = {
+    f"torchtitan_ext_{method}_{backbone.lower()}": (method, backbone)
+    for method, backbones in {
+        "alodlm": ("llama", "qwen2", "qwen3"),
+        "looped": ("llama", "qwen2", "qwen3"),
+        "t2mlr": ("llama", "qwen2", "qwen3"),
+        "tdlm": ("llada", "Dream"),
+    }.items()
+    for backbone in backbones
+}
+"""``model_type`` of an export -> method and the backbone's ``model_type``."""
+
+# An export with a type of its own is read as the backbone that it extends.
+MODEL_TYPES.update({own: MODEL_TYPES[backbone] for own, (_, backbone) in OWN_TYPES.items()})
+
+MODELLING = "modeling_torchtitan_ext.py"
+"""The file with which transformers opens an export where this package is not installed."""
+
+_CONFIG_CLASS, _MODEL_CLASS = "TorchtitanExtConfig", "TorchtitanExtForCausalLM"
+
+
+def backbone_type(size: BackboneSize) -> str:
+    """The backbone's ``model_type``."""
+    return next(kind for kind, family in MODEL_TYPES.items() if family == size.family)
+
+
+def describe(config: dict[str, Any], *, size: BackboneSize, method: str, self_contained: bool) -> None:
+    """Settle ``model_type``, ``architectures`` and ``auto_map`` of a config.json.
+
+    ``self_contained``: name the classes of :data:`MODELLING`, where the folder has none of its own
+    that fit.
+    """
+    backbone = backbone_type(size)
+    own = next((kind for kind, pair in OWN_TYPES.items() if pair == (method, backbone)), None)
+    auto_map = config.pop("auto_map", {})
+    ours = any(str(value).startswith(f"{Path(MODELLING).stem}.") for value in auto_map.values())
+    if own is None and config.get("model_type") in OWN_TYPES:
+        config["architectures"] = [ARCHITECTURES[size.family]]
+    config["model_type"] = own or backbone
+    if own is not None:
+        # Published code of the backbone would drop what the method adds.
+        config["architectures"] = [_MODEL_CLASS]
+    elif auto_map and not ours:
+        config["auto_map"] = auto_map
+        return
+    if method == "ar" or not self_contained:
+        return
+    classes = {"AutoConfig": _CONFIG_CLASS, "AutoModelForCausalLM": _MODEL_CLASS}
+    if config["model_type"] in ("llama", "qwen2", "qwen3"):
+        # transformers has the config; without the consent to run code the folder opens as the backbone.
+        del classes["AutoConfig"]
+    config["auto_map"] = {auto: f"{Path(MODELLING).stem}.{name}" for auto, name in classes.items()}
+
+
+def copy_modelling(folder: Path, *, config: dict[str, Any]) -> None:
+    """Put the modelling file into a folder whose config.json names it, else take an old one away."""
+    named = any(MODELLING.removesuffix("py") in str(value) for value in config.get("auto_map", {}).values())
+    if named:
+        shutil.copyfile(Path(__file__).with_name(MODELLING), folder / MODELLING)
+    else:
+        (folder / MODELLING).unlink(missing_ok=True)
+
+
+def write_generation_config(folder: Path, *, config: dict[str, Any]) -> None:
+    """generation_config.json with BOS, EOS and padding of the folder's tokenizer.
+
+    Nothing is written over one that is there, or without a tokenizer. EOS also has what config.json
+    ends on.
+    """
+    target = folder / "generation_config.json"
+    if target.exists() or not (find_hf(folder) or find_tiktoken(folder)):
+        return
+    try:
+        tokenizer = Tokenizer.Config().build(tokenizer_path=str(folder))
+    except UserError as error:
+        logger.warning(f"{target} is not written: {error}")
+        return
+    given = config.get("eos_token_id")
+    stops = [tokenizer.eos_id, *(given if isinstance(given, list) else [given])]
+    eos = list(dict.fromkeys(token for token in stops if token is not None))
+    values = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    values = {name: value for name, value in values.items() if value is not None}
+    if values:
+        hf_folder.write_json(target, values)
