@@ -107,6 +107,7 @@ def test_retention_counts_whole_checkpoints_while_others_are_written(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["step-6", "step-7"]
 
 
+@pytest.mark.slow
 def test_an_asynchronous_save_holds_its_own_step(tmp_path):
     args = ["--checkpoint.enable", "--checkpoint.interval", "1", "--checkpoint.async_mode", "async"]
     (saved,) = run(faults_jobs.asynchronous_kept, world=1, folder=str(tmp_path), args=[*args, *steps(2)])
@@ -116,6 +117,7 @@ def test_an_asynchronous_save_holds_its_own_step(tmp_path):
     assert all(torch.equal(loaded[name], value) for name, value in saved["kept"].items())
 
 
+@pytest.mark.slow
 def test_killed_in_the_last_save_in_hugging_face_form(tmp_path):
     """Two ranks: the export is passed over, and made anew by the next start."""
     export = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
