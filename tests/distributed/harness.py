@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -9,18 +10,45 @@ import queue as queues
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 _CONTEXT = mp.get_context("forkserver")
 # Importing torch and torchtitan takes seconds; each process is forked from a server that has them.
 _CONTEXT.set_forkserver_preload(["torchtitan_ext.trainer", "torchtitan_ext.config", "tests.distributed.jobs"])
 
 
+_FIRST_PORT, _LAST_PORT = 12000, 31999
+"""Below the ports that the system gives to outgoing connections (32768 and up on Linux)."""
+
+_WORKERS = 8
+"""Test workers side by side (pytest-xdist) whose ports never meet."""
+
+
+def _ports() -> Iterator[int]:
+    """Ports of this worker, none twice in a run: a rank must not meet the store of another test."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
+    size = (_LAST_PORT + 1 - _FIRST_PORT) // _WORKERS
+    begin = os.getpid() % size
+    for i in itertools.count():
+        yield _FIRST_PORT + worker * size + (begin + i) % size
+
+
+_PORTS = _ports()
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nothing listens on, and that no other test will be given."""
+    for port in _PORTS:
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:  # somebody else's
+                continue
+            return port
+    raise AssertionError
 
 
 def _entry(job: Callable, rank: int, world: int, port: int, results: Any, kwargs: dict) -> None:
@@ -32,6 +60,8 @@ def _entry(job: Callable, rank: int, world: int, port: int, results: Any, kwargs
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    # Ranks share the cores; and with several threads a sum's order may depend on the machine's load.
+    torch.set_num_threads(1)
     try:
         value = pickle.dumps(job(**kwargs))
         results.put((rank, value, None))

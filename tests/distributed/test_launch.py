@@ -28,6 +28,7 @@ class Launcher:
         self.log.touch()
         self.notes.touch()
         argv = [*(args or ("--nproc-per-node", "2", *LOCAL)), WORKER, str(self.notes), task]
+        env = {"OMP_NUM_THREADS": "1", **env}  # without it torchrun prints a warning
         processes, self._results = start(launch_jobs.launched, world=1, argv=argv, log=str(self.log), env=env)
         self.process = processes[0]
 

@@ -92,7 +92,8 @@ def test_one_loop_trains_as_the_baseline(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         losses[name] = run(jobs.train, world=1, folder=str(folder), args=args)[0]["loss"]
-    assert losses["looped"] == losses["ar"]
+    # Once in many runs a process rounds a sum the other way: 1e-7, where other weights give 1e-2.
+    assert losses["looped"] == pytest.approx(losses["ar"], rel=1e-6)
 
 
 def test_pause_tokens_are_not_counted_as_data(tmp_path):
