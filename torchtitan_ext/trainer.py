@@ -199,6 +199,7 @@ class ExtTrainer(Trainer):
         return iter(batches)
 
     def train(self) -> None:
+        """torchtitan's loop; says what a run that ends early was doing, and notes the run in run.json."""
         begin = time.perf_counter()
         try:
             with hang.explained(self._place, self.config.comm, self.config.dump_folder):
