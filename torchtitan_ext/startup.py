@@ -8,6 +8,7 @@ may differ.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -145,13 +146,15 @@ def meet(report: Report, *, world: int, timeout_s: float) -> str:
             reports = _collect(store, world=world, timeout_s=timeout_s)
             verdict = judge(reports, world=world, timeout_s=timeout_s)
             store.set("verdict", verdict)
-            if verdict:
-                _wait_for_readers(store, len(reports) - 1)
+            # A rank that serves the store takes it along when it leaves.
+            _wait_for_readers(store, len(reports) - 1)
             return verdict
         # Rank 0 may itself wait to the end of its time for others.
         store.wait(["verdict"], timeout * 2)
         verdict = store.get("verdict").decode()
-        store.add("readers", 1)
+        # Rank 0 may leave as soon as it has counted, before the answer to this is here.
+        with contextlib.suppress(dist.DistError):
+            store.add("readers", 1)
         return verdict
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -197,7 +200,7 @@ def _collect(store: dist.Store, *, world: int, timeout_s: float) -> list[Report]
 
 
 def _wait_for_readers(store: dist.Store, count: int) -> None:
-    """Rank 0 may serve the store, and it is about to leave; but a rank that died must not hold it."""
+    """All other ranks have read; a rank that died meanwhile does not hold this one for long."""
     deadline = time.monotonic() + 10
     while store.add("readers", 0) < count and time.monotonic() < deadline:
         time.sleep(0.05)

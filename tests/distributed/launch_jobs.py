@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from tests.distributed import jobs
 from torchtitan_ext import config as front
 from torchtitan_ext import launch, startup, stopping
@@ -130,6 +132,20 @@ def meeting(
         except UserError as refused:
             error, kind = str(refused), type(refused).__name__
     return {"error": error, "kind": kind}
+
+
+class SlowReader(dist.PrefixStore):
+    """A store through which this rank reads a second later than the others."""
+
+    def wait(self, *args: Any) -> None:
+        time.sleep(1)
+        super().wait(*args)
+
+
+def meeting_slowly(folder: str, args: list[str]) -> dict[str, str]:
+    """The start checks where all ranks but the first, which serves the store, read its verdict late."""
+    dist.PrefixStore = SlowReader  # type: ignore[misc]
+    return meeting(folder, args, by_rank={})
 
 
 def meeting_alone(folder: str, args: list[str]) -> dict[str, str]:

@@ -88,6 +88,11 @@ def test_ranks_that_agree_are_let_through_and_leave_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_rank_that_serves_the_store_waits_for_slow_readers(tmp_path):
+    for result in run(launch_jobs.meeting_slowly, world=3, folder=str(tmp_path), args=[]):
+        assert result["error"] == ""
+
+
 def test_another_version_and_another_config_are_refused_on_all_ranks_with_the_same_line(tmp_path):
     results = run(
         launch_jobs.meeting,
