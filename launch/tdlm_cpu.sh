@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # TDLM from end to end on two CPU processes: pretrain a masked diffusion model, record how it answers
 # prompts, train temporal modules on that with the backbone frozen, and compare what decoding needs.
-# CURRENT is the same adapter without memory, which sees the current forward alone.
+# "current" is the same adapter without memory, which sees the current forward alone.
 #   OUT: folder of all four steps (default ./outputs/tdlm_demo). SEED: of data, weights and noise (default 0).
+#   STEPS: updates of the temporal modules (default: the TOML's).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,17 +27,17 @@ echo "== 3. temporal modules: with the full history, and without memory"
 for window in full current; do
   CONFIG_FILE=train_configs/tdlm/arithmetic_cpu.toml ./launch/run_train.sh \
     --job.dump_folder "$OUT/$window" --tdlm.window "$window" --debug.seed "$SEED" \
-    --dataloader.dataset_path "$TRAJECTORIES" --checkpoint.initial_load_path "$CHECKPOINT"
+    --dataloader.dataset_path "$TRAJECTORIES" --checkpoint.initial_load_path "$CHECKPOINT" \
+    ${STEPS:+--training.steps "$STEPS"}
 done
 
 echo "== 4. the comparison"
 evaluate() {
   echo "-- $1: $2"
-  OMP_NUM_THREADS=2 python tools/evaluate.py "$OUT/$1" --task bounded_counter --lengths 48 --samples 512 \
+  OMP_NUM_THREADS=2 python tools/evaluate.py "$OUT/$1" --task bounded_counter --lengths 48 --samples 256 \
     --sweep "$2" "${@:3}"
 }
 evaluate backbone "policy=one_token"
-evaluate backbone "policy=threshold;tau=0.8,0.9,0.95"
-evaluate full "policy=threshold;tau=0.8,0.9,0.95;window=full" --png "$OUT/frontier.png"
-evaluate full "policy=threshold;tau=0.9;window=off,current,1,3,5,full"
-evaluate current "policy=threshold;tau=0.8,0.9,0.95"
+evaluate full "policy=threshold;tau=0.9,0.95,0.98;window=off,full" --png "$OUT/frontier.png"
+evaluate full "policy=threshold;tau=0.98;window=current,1,3,5"
+evaluate current "policy=threshold;tau=0.9,0.95,0.98"
