@@ -8,6 +8,7 @@
     python tools/evaluate.py outputs/ --task chain_sum --sweep "tau=0.1,0.4,0.8;q=0.3,0.5" --png frontier.png
     python tools/evaluate.py outputs/ --task chain_sum --depths --png depths.png
     python tools/evaluate.py outputs/ --tasks arc_easy,piqa,winogrande --data FOLDER --limit 200 --json
+    python tools/evaluate.py outputs/ --step 400 --task chain_sum --tensorboard
 
 The knobs of a task are those of the checkpoint's config.toml; flags override them. Without a task,
 strategies continue held-out documents of the checkpoint's own data. --sweep decodes the samples of all
@@ -25,11 +26,13 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan_ext import progress
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
 from torchtitan_ext.checkpoint.load import LoadedModel, find_folder, load_model
 from torchtitan_ext.data.tasks import TASKS, Task, TextTask
@@ -38,7 +41,7 @@ from torchtitan_ext.decoding.choice import chosen_decoder
 from torchtitan_ext.decoding.strategies import FORMS, Strategy
 from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, run_cli, unknown
-from torchtitan_ext.evaluation import benchmarks, decoding, depths, plots, sweep, tasks
+from torchtitan_ext.evaluation import benchmarks, decoding, depths, plots, publish, sweep, tasks
 from torchtitan_ext.evaluation.decode_options import parse_options
 from torchtitan_ext.evaluation.prompts import Prompt, file_prompts, held_out_prompts
 
@@ -53,6 +56,9 @@ DECODE_DEFAULTS = {
 }
 """Options of --decode without --task."""
 
+SAMPLES = 256
+"""Of each length, with --task."""
+
 BATCH_SIZE = {"task": 64, "decode": 1, "tasks": benchmarks.BATCH_SIZE}
 
 
@@ -64,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add("--step", type=int, help="step to load instead of the newest")
     add("--task", help=f"synthetic task: {', '.join(TASKS)}")
     add("--lengths", help="1:32, 1:32:4, 1,2,4,8 or 16 (default: 1 to the longest in training)")
-    add("--samples", type=int, default=256, help="for each length (default: %(default)s)")
+    add("--samples", type=int, help=f"for each length of --task (default: {SAMPLES})")
     add(
         "--batch-size",
         type=int,
@@ -86,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     benchmarks.add_arguments(add)
     add("--csv", type=Path, metavar="FILE", help="write the table there")
     add("--png", type=Path, metavar="FILE", help="draw accuracy against length or cost, or the passes, there")
+    publish.add_argument(add)
     add("--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: %(default)s)")
     add("--device", help="default: the accelerator where there is one, else cpu")
     add("--json", action="store_true", help="print one JSON object instead of the table")
@@ -118,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"nothing to evaluate: give --task ({', '.join(TASKS)}), --tasks or --decode")
     if args.batch_size is None:
         args.batch_size = BATCH_SIZE[_mode(args)]
+    publish.check_given(args)
     if args.tasks is not None:
         check_benchmark_arguments(args)
         benchmarks.run(args)
@@ -133,6 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     device = usable_device(args.device or default_device())
     grid = check_sweep(args) if args.sweep is not None else {}
     loaded = load_model(args.path, dtype=DTYPES[args.dtype], device=device, step=args.step)
+    publish.settle(args, loaded)
     if args.task is None:
         run_decode(loaded, args, strategies)
     elif args.depths:
@@ -154,6 +163,8 @@ def _mode(args: argparse.Namespace) -> str:
 
 def check_benchmark_arguments(args: argparse.Namespace) -> None:
     """What --tasks has no use for."""
+    if args.samples is not None:
+        raise UserError("--samples has no use with --tasks: --limit N takes the first N of each benchmark")
     others = ("task", "decode", "lengths", "sweep", "cost", "depths", "png", *tasks.KNOBS, *DECODE_DEFAULTS)
     for name in others:
         if getattr(args, name) not in (None, False):
@@ -164,7 +175,7 @@ def check_benchmark_arguments(args: argparse.Namespace) -> None:
 
 def check_decode_arguments(args: argparse.Namespace) -> None:
     """What can be refused before a model is loaded, without a task; fills in the defaults of --decode."""
-    for name in ("lengths", "png", "decode_options", "sweep", "cost", "depths", *tasks.KNOBS):
+    for name in ("lengths", "samples", "png", "decode_options", "sweep", "cost", "depths", *tasks.KNOBS):
         value = getattr(args, name)
         if value not in (None, "") and value is not False:
             raise UserError(f"--{name.replace('_', '-')} belongs to --task, which is not given")
@@ -205,6 +216,7 @@ def check_task_arguments(args: argparse.Namespace) -> None:
     check_depths_arguments(args)
     if args.lengths is not None:
         tasks.parse_lengths(args.lengths)
+    args.samples = SAMPLES if args.samples is None else args.samples
     for name in ("samples", "batch_size"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
@@ -259,9 +271,10 @@ def run_decode(loaded: LoadedModel, args: argparse.Namespace, strategies: Sequen
         max_new_tokens=args.max_new_tokens,
         batch_size=args.batch_size,
         sampling=sampling_of(args),
-        on_batch=lambda done: print(f"{done} of {len(prompts)} prompts", file=sys.stderr, flush=True),
+        on_batch=lambda done: progress.plain_line(f"{done} of {len(prompts)} prompts"),
     )
     truth = decoding.reference(loaded.model, prompts)
+    rows = [asdict(result) for result in results]
     if args.json:
         told = {
             name: getattr(args, name) for name in ("max_new_tokens", "batch_size", "temperature", "top_k")
@@ -269,7 +282,6 @@ def run_decode(loaded: LoadedModel, args: argparse.Namespace, strategies: Sequen
         told |= {"top_p": args.top_p, "seed": args.seed}
         about = {"checkpoint": str(loaded.path), "method": loaded.method, "data": origin}
         counted = {"prompts": len(prompts), "prompt_tokens": [len(prompt.tokens) for prompt in prompts]}
-        rows = [asdict(result) for result in results]
         print(json.dumps({**about, **counted, **told, "reference": truth, "results": rows}))
     else:
         how = "greedy" if args.temperature == 0 else f"temperature {args.temperature:g}"
@@ -279,6 +291,7 @@ def run_decode(loaded: LoadedModel, args: argparse.Namespace, strategies: Sequen
             print(decoding.describe_reference(truth))
     if args.csv is not None:
         decoding.write_csv(args.csv, results)
+    publish.publish(args, loaded, rows, names=["strategy"], prefix="decode")
 
 
 def prompts_of(loaded: LoadedModel, args: argparse.Namespace) -> tuple[list[Prompt], str]:
@@ -328,15 +341,16 @@ def run_task_decoded(loaded: LoadedModel, args: argparse.Namespace, strategies: 
             trained_maximum=trained,
             text=replace(tasks.TextSetup.of(loaded), decode=decode),
             on_result=None if args.json else show,
+            what=name,
         )
     if args.json:
         told = report(loaded, task, trained, [], seed=args.seed, decode_options={})
         print(json.dumps({**told, "results": {k: tasks.records(v) for k, v in curves.items()}}))
+    rows = [{"strategy": name, **row} for name, found in curves.items() for row in tasks.records(found)]
     if args.csv is not None:
-        rows = [{"strategy": name, **row} for name, found in curves.items() for row in tasks.records(found)]
         decoding.write_rows(args.csv, rows, names=list(rows[0]))
-    if args.png is not None:
-        draw(args.png, curves, task, trained)
+    picture = partial(draw, curves=curves, task=task, trained=trained)
+    publish.publish(args, loaded, rows, names=["strategy", "length"], prefix=task.name, draw=picture)
 
 
 def run_task(loaded: LoadedModel, args: argparse.Namespace) -> None:
@@ -360,14 +374,16 @@ def run_task(loaded: LoadedModel, args: argparse.Namespace) -> None:
         trained_maximum=trained,
         text=text,
         on_result=None if args.json else show,
+        what=task.name,
     )
     if args.json:
         options = dict(text.options) if text is not None else {}
         print(json.dumps(report(loaded, task, trained, results, seed=args.seed, decode_options=options)))
     if args.csv is not None:
         tasks.write_csv(args.csv, results)
-    if args.png is not None:
-        draw(args.png, {loaded.method: results}, task, trained)
+    rows = tasks.records(results)
+    picture = partial(draw, curves={loaded.method: results}, task=task, trained=trained)
+    publish.publish(args, loaded, rows, names=["length"], prefix=task.name, draw=picture)
 
 
 def run_sweep(loaded: LoadedModel, args: argparse.Namespace, grid: sweep.Grid) -> None:
@@ -399,8 +415,9 @@ def run_sweep(loaded: LoadedModel, args: argparse.Namespace, grid: sweep.Grid) -
         print(sweep.table(results), f"* on the frontier of accuracy and {sweep.COSTS[cost]}", sep="\n")
     if args.csv is not None:
         decoding.write_rows(args.csv, records, names=list(records[0]))
-    if args.png is not None:
-        sweep.draw(args.png, results, cost=cost, title=f"{loaded.method}, {tasks.describe(task)}")
+    title = f"{loaded.method}, {tasks.describe(task)}"
+    picture = partial(sweep.draw, results=results, cost=cost, title=title)
+    publish.publish(args, loaded, records, names=list(grid), prefix=f"{task.name}/sweep", draw=picture)
 
 
 def run_depths(loaded: LoadedModel, args: argparse.Namespace, grid: sweep.Grid) -> None:
@@ -431,8 +448,9 @@ def run_depths(loaded: LoadedModel, args: argparse.Namespace, grid: sweep.Grid) 
         print(depths.table(results))
     if args.csv is not None:
         decoding.write_rows(args.csv, records, names=list(records[0]))
-    if args.png is not None:
-        depths.draw(args.png, results, title=f"{loaded.method}, {tasks.describe(task)}")
+    picture = partial(depths.draw, results=results, title=f"{loaded.method}, {tasks.describe(task)}")
+    names = [*grid, "kind"]
+    publish.publish(args, loaded, records, names=names, prefix=f"{task.name}/depths", draw=picture)
 
 
 def draw(path: Path, curves: dict[str, list[tasks.LengthResult]], task: Task, trained: int | None) -> None:

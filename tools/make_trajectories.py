@@ -35,6 +35,7 @@ from torchtitan_ext.data.tasks import TASKS
 from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, run_cli, unknown
 from torchtitan_ext.evaluation import tasks
+from torchtitan_ext.progress import plain_line
 from torchtitan_ext.trajectories import make, prompts
 
 LONGEST_WAIT = datetime.timedelta(days=30)
@@ -100,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         processor=args.processor,
         knobs={knob: getattr(args, knob) for knob in tasks.KNOBS if getattr(args, knob) is not None},
     )
-    with workers(world), progress(len(chosen.tokens), rank=rank, world=world) as on_batch:
+    with workers(world):
         identity = make.make(
             loaded,
             chosen,
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
             batch_size=args.batch_size,
             rank=rank,
             world=world,
-            on_batch=on_batch,
+            on_batch=lines(len(chosen.tokens), world=world),
         )
     if rank == 0:
         print(summary(args.out, make.finish(args.out, identity)))
@@ -151,17 +152,9 @@ def workers(world: int) -> Generator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def progress(total: int, *, rank: int, world: int) -> Generator[make.OnBatch]:
-    """A bar on a terminal, else a line from time to time; worker 0 stands for all of them."""
-    if rank != 0:
-        yield lambda count: None
-        return
+def lines(total: int, *, world: int) -> make.OnBatch:
+    """Where there is no bar, a line from time to time; worker 0 stands for all of them."""
     about = f" (worker 0 of {world})" if world > 1 else ""
-    if sys.stderr.isatty():
-        with bar(f"trajectories{about}", total=-(-total // world)) as on_batch:
-            yield on_batch
-        return
     done, last = 0, time.monotonic()
 
     def line(count: int) -> None:
@@ -169,20 +162,9 @@ def progress(total: int, *, rank: int, world: int) -> Generator[make.OnBatch]:
         done += count
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            print(f"{done} of about {-(-total // world)} trajectories{about}", file=sys.stderr, flush=True)
+            plain_line(f"{done} of about {-(-total // world)} trajectories{about}")
 
-    yield line
-
-
-@contextmanager
-def bar(text: str, *, total: int) -> Generator[make.OnBatch]:
-    """A bar on stderr."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as shown:
-        task = shown.add_task(text, total=total)
-        yield lambda count: shown.advance(task, count)
+    return line
 
 
 def summary(folder: Path, result: dict[str, Any]) -> str:

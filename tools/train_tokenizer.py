@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torchtitan_ext  # noqa: F401 - installs the CPU device before torchtitan is imported
+from torchtitan_ext import progress
 from torchtitan_ext.data import chat_templates
 from torchtitan_ext.data.config import SourceFields
 from torchtitan_ext.data.encoders import text_of
@@ -57,7 +58,9 @@ def records_of(source: AnySource) -> Iterator[Record]:
             yield record
 
 
-def texts_of(fields: SourceFields, *, max_documents: int | None) -> Iterator[str]:
+def texts_of(
+    fields: SourceFields, *, max_documents: int | None, bar: progress.Bar | None = None
+) -> Iterator[str]:
     """The plain texts of a data set; of a conversation, what each side says."""
     context = Context(
         tokenizer=Tokenizer.Config(kind="byte").build(tokenizer_path=""),
@@ -66,8 +69,12 @@ def texts_of(fields: SourceFields, *, max_documents: int | None) -> Iterator[str
         add_bos="never",
         where=fields.dataset,
     )
-    chat = entry_of(fields).keeps_whole
-    for record in islice(records_of(build_feed(fields, context).source), max_documents):
+    chat, source = entry_of(fields).keeps_whole, build_feed(fields, context).source
+    bar = bar or progress.Bar(what="", unit="documents", total=None)
+    known = [count for count in (source.size, max_documents) if count is not None]
+    bar.total = min(known) if known else None
+    for record in islice(records_of(source), max_documents):
+        bar.advance()
         if not chat or isinstance(record, str):
             yield text_of(record, fields.text_field, where=fields.dataset)
             continue
@@ -76,6 +83,7 @@ def texts_of(fields: SourceFields, *, max_documents: int | None) -> Iterator[str
             yield from conversation
         else:
             yield from (message["content"] for message in conversation)
+    bar.turn_to("merging pairs")
 
 
 def train(texts: Iterator[str], *, vocab_size: int, min_frequency: int) -> Trained:
@@ -164,8 +172,9 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--out {str(out)!r} exists already")
     if min_frequency < 1 or (max_documents is not None and max_documents < 1):
         raise UserError("--min_frequency and --max_documents must be 1 or more")
-    texts = texts_of(SourceFields(**args), max_documents=max_documents)
-    tokenizer = train(texts, vocab_size=vocab_size, min_frequency=min_frequency)
+    with progress.bar("reading", total=None, unit="documents") as bar:
+        texts = texts_of(SourceFields(**args), max_documents=max_documents, bar=bar)
+        tokenizer = train(texts, vocab_size=vocab_size, min_frequency=min_frequency)
     write_folder(tokenizer, out)
     size = tokenizer.get_vocab_size()
     print(f"{out}: {size} tokens")

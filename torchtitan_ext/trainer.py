@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, make_dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -234,6 +235,12 @@ class ExtTrainer(Trainer):
             self._data_tokens.append(labels.numel())
             prepared = self.objective.prepare(inputs, labels, generator=generators)
             self._local_counts.append(prepared.counts)
+            self.metrics_processor.show_mask(
+                self.model_parts[0],
+                prepared.inputs["positions"],
+                data_length=labels.shape[1],
+                step=self.step,
+            )
             yield prepared.inputs, prepared.labels
 
     def _note_run(self, seconds: float) -> None:
@@ -245,6 +252,7 @@ class ExtTrainer(Trainer):
             "seconds": round(seconds, 3),
             "ranks": dist.get_world_size(),
             "tokens_seen_by_rank_0": self.ntokens_seen,
+            "versions": {name: metadata.version(name) for name in ("torchtitan_ext", "torch", "torchtitan")},
         }
         folder = Path(self.config.dump_folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,8 @@ def convert_from_hf(
     with hf_folder.replaced_folder(target, marker=MARKER, overwrite=overwrite) as folder:
         state_dict = {ours: hf_folder.load_tensor(info) for ours, info in infos.items()}
         state_dict.update(_fresh(spec, have=state_dict, seed=seed))
-        with _one_process():
+        nbytes = sum(tensor.nbytes for tensor in state_dict.values())
+        with _one_process(), hf_folder.growing(folder, nbytes=nbytes, what="writing checkpoint"):
             dcp.save(state_dict, checkpoint_id=folder, no_dist=True)
         _copy_assets(source, folder / ASSETS)
         hf_folder.write_json(folder / ASSETS / HF_KEYS, sorted(found))

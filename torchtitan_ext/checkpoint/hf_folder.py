@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 
+from torchtitan_ext import progress
 from torchtitan_ext.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -188,17 +189,30 @@ def write_weights(
     """
     shards = plan_shards(sizes, max_shard_bytes=max_shard_bytes)
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: tensor.contiguous() for name, tensor in load(names).items()}
-        save_file(_without_aliases(tensors), folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
+    with growing(folder, nbytes=sum(sizes.values()), what="writing weights"):
+        for number, names in enumerate(shards, start=1):
+            file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {name: tensor.contiguous() for name, tensor in load(names).items()}
+            save_file(_without_aliases(tensors), folder / file, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": dict(sorted(weight_map.items())),
         }
         write_json(folder / INDEX, index)
+
+
+@contextmanager
+def growing(folder: Path, *, nbytes: int, what: str) -> Generator[None]:
+    """A progress bar of what comes into a folder. ``nbytes``: expected in all."""
+    before = progress.folder_bytes(folder)
+
+    def grown() -> float:
+        return max(progress.folder_bytes(folder) - before, 0)
+
+    with progress.bar(what, total=nbytes, unit=progress.BYTES, polled=grown):
+        yield
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan_ext import progress
 from torchtitan_ext.device import usable_device
 from torchtitan_ext.errors import UserError, unknown
-from torchtitan_ext.evaluation import decoding
+from torchtitan_ext.evaluation import decoding, publish
 from torchtitan_ext.evaluation.lm_eval import check_installed
 
 BATCH_SIZE = 8
@@ -202,17 +203,19 @@ def evaluate(lm: Any, settings: Settings) -> list[Result] | None:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    built = build_tasks(settings)
-    found = simple_evaluate(
-        model=lm,
-        tasks=built,
-        limit=settings.limit,
-        num_fewshot=settings.num_fewshot,
-        task_manager=TaskManager(include_defaults=False),
-        confirm_run_unsafe_code=settings.allow_code_execution,
-        log_samples=False,
-        fewshot_random_seed=settings.seed,
-    )
+    with progress.own_bars_alone():
+        built = build_tasks(settings)
+    with progress.own_bars_alone():
+        found = simple_evaluate(
+            model=lm,
+            tasks=built,
+            limit=settings.limit,
+            num_fewshot=settings.num_fewshot,
+            task_manager=TaskManager(include_defaults=False),
+            confirm_run_unsafe_code=settings.allow_code_execution,
+            log_samples=False,
+            fewshot_random_seed=settings.seed,
+        )
     if found is None:
         return None
     shots = {task.config.task: _shots(task, settings) for task in built}
@@ -276,12 +279,15 @@ def run(args: argparse.Namespace) -> None:
             seed=args.seed,
             decode=args.decode_options,
         )
+        publish.settle(args, lm.loaded)
         results = evaluate(lm, settings)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     if results is not None:
         report(lm.get_model_info(), settings, results, args)
+        rows = [asdict(result) for result in results]
+        publish.publish(args, lm.loaded, rows, names=["task", "metric"], prefix="benchmarks")
 
 
 def report(

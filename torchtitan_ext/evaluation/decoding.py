@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torchtitan.models.common.decoder import Decoder as TitanDecoder
 
-from torchtitan_ext import attention, masks
+from torchtitan_ext import attention, masks, progress
 from torchtitan_ext.checkpoint.load import LoadedModel
 from torchtitan_ext.decoding import Decoder, SamplingParams
 from torchtitan_ext.decoding.autoregressive import context_length, headless
@@ -122,8 +122,8 @@ class Trial:
     rates: list[float] = field(default_factory=list)
     """Tokens per second of each batch."""
 
-    def run(self, model: nn.Module, prompts: Sequence[Prompt], **options: Any) -> None:
-        """Decode a batch."""
+    def run(self, model: nn.Module, prompts: Sequence[Prompt], **options: Any) -> int:
+        """Decode a batch; the number of new tokens."""
         generation = self.decode(model, [prompt.tokens for prompt in prompts], **options)
         self.new += [list(row.new_tokens) for row in generation]
         self.forwards += [row.forwards for row in generation]
@@ -131,6 +131,7 @@ class Trial:
         self.layer_evaluations += generation.extra.get("layer_evaluations", [])
         self.seconds.append(generation.seconds)
         self.rates.append(generation.tokens_per_second)
+        return generation.new_tokens
 
 
 def parse_strategies(text: str) -> list[Strategy]:
@@ -173,14 +174,16 @@ def evaluate(
     for trial in trials:
         start = [prompts[0].tokens]
         trial.decode(model, start, max_new_tokens=min(WARM_UP, max_new_tokens), sampling=sampling, **ending)
-    for number, begin in enumerate(range(0, len(prompts), batch_size)):
-        batch = prompts[begin : begin + batch_size]
-        seeds = [sampling.seed + begin + i for i in range(len(batch))]
-        # Every second turn the other way round, so that none always follows the same neighbour.
-        for trial in trials[:: -1 if number % 2 else 1]:
-            trial.run(model, batch, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, **ending)
-        if on_batch is not None:
-            on_batch(begin + len(batch))
+    told = {"max_new_tokens": max_new_tokens, "sampling": sampling, **ending}
+    with progress.bar("decoding", total=len(prompts) * len(trials), unit="prompts") as bar:
+        for number, begin in enumerate(range(0, len(prompts), batch_size)):
+            batch = prompts[begin : begin + batch_size]
+            seeds = [sampling.seed + begin + i for i in range(len(batch))]
+            # Every second turn the other way round, so that none always follows the same neighbour.
+            for trial in trials[:: -1 if number % 2 else 1]:
+                bar.advance(len(batch), tokens=trial.run(model, batch, seeds=seeds, **told))
+            if on_batch is not None:
+                on_batch(begin + len(batch))
     plain = next((trial for trial in trials if trial.strategy.kind == "ar"), None)
     judge = model if has_causal_pass(model) else None
     return [

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from torchtitan_ext import progress
 from torchtitan_ext.data.tasks import TextTask
 from torchtitan_ext.decoding import Generation
 from torchtitan_ext.errors import UserError
@@ -182,12 +183,15 @@ def evaluate(
         tasks.evaluate_lengths(model, task, lengths, samples=1, batch_size=1, seed=seed, text=setup)
     tallies = [Tally() for _ in settings]
     batches = tasks.held_out(task, lengths, samples=samples, batch_size=batch_size, seed=seed)
-    for number, (_, batch) in enumerate(batches):
-        for setup, tally in zip(setups, tallies, strict=True):
-            generation, _ = tasks.decode_samples(model, batch, text=setup)
-            tally.add_generation(generation, tokenizer=text.tokenizer, stop_ids=text.stop_ids)
-        if on_batch is not None:
-            on_batch(number + 1, len(batches))
+    total = samples * len(lengths) * len(settings)
+    with progress.bar("depths", total=total, unit="samples") as bar:
+        for number, (_, batch) in enumerate(batches):
+            for setup, tally in zip(setups, tallies, strict=True):
+                generation, _ = tasks.decode_samples(model, batch, text=setup)
+                tally.add_generation(generation, tokenizer=text.tokenizer, stop_ids=text.stop_ids)
+                bar.advance(len(batch), tokens=generation.new_tokens)
+            if on_batch is not None:
+                on_batch(number + 1, len(batches))
     pairs = zip(tallies, settings, strict=True)
     return [one for tally, setting in pairs for one in tally.results(passes=passes, setting=setting)]
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import datetime
 import inspect
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from torchtitan.tools.logging import logger
-from tqdm import tqdm
 
+from torchtitan_ext import progress
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
 from torchtitan_ext.checkpoint.load import CONFIG, LoadedModel, find_folder, load_model
 from torchtitan_ext.decoding import SamplingParams, TextStream, decoder_for
@@ -36,8 +35,19 @@ from torchtitan_ext.evaluation.sweep import method_of
 
 NAME = "torchtitan_ext"
 
-_NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "use_cache": True}
-"""Arguments of generation that change nothing with these values."""
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "typical_p"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
+    **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0.0),
+    **dict.fromkeys(("early_stopping", "remove_invalid_values"), False),
+    "use_cache": True,
+}
+"""Arguments of generation that change nothing with these values, which are transformers' defaults, or None.
+
+lm-eval's own model hands whatever a task or --gen_kwargs says to ``generate`` of transformers. Its tasks
+use none of these but num_beams.
+"""
 
 
 class Job(NamedTuple):
@@ -220,7 +230,7 @@ class ExtLM(TemplateLM):
                 f"(mc_samples = {self.draws.samples}); whether greedy decoding agrees is reported as False"
             )
         rows = len(pairs) * (self.draws.samples if estimated else 1)
-        with tqdm(total=rows, desc="likelihood", disable=quiet or self.rank != 0, file=sys.stderr) as bar:
+        with progress.bar("" if quiet else "likelihood", total=rows, unit="rows") as bar:
             return likelihood.scores(
                 self.loaded.model,
                 pairs,
@@ -228,7 +238,7 @@ class ExtLM(TemplateLM):
                 batch_size=self.batch_size,
                 draws=self.draws,
                 recurrence=self.recurrence,
-                on_rows=cast(Callable[[int], None], bar.update),
+                on_rows=bar.advance,
             )
 
     @property
@@ -278,19 +288,18 @@ class ExtLM(TemplateLM):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         texts: list[str | None] = [None] * len(requests)
         drawn: dict[tuple[int, ...], int] = {}
-        with tqdm(
-            total=len(requests), desc="generate", disable=disable_tqdm or self.rank != 0, file=sys.stderr
-        ) as bar:
+        with progress.bar("" if disable_tqdm else "generate", total=len(requests), unit="requests") as bar:
             for members in groups.values():
                 plan = self._plan(requests[members[0]].args[1])
                 jobs = {i: self._job(requests[i].args[0], plan, drawn) for i in members}
                 order = sorted(members, key=lambda i: -len(jobs[i].prompt))
                 for begin in range(0, len(order), self.batch_size):
                     batch = order[begin : begin + self.batch_size]
-                    for i, text in zip(batch, self._generate([jobs[i] for i in batch], plan), strict=True):
+                    said, tokens = self._generate([jobs[i] for i in batch], plan)
+                    for i, text in zip(batch, said, strict=True):
                         texts[i] = text
                         self.cache_hook.add_partial("generate_until", requests[i].args, text)
-                    bar.update(len(batch))
+                    bar.advance(len(batch), tokens=tokens)
         return [text for text in texts if text is not None]
 
     def _plan(self, given: dict[str, Any]) -> _Plan:
@@ -303,6 +312,11 @@ class ExtLM(TemplateLM):
         if most >= self.max_length:
             raise UserError(f"max_gen_toks is {most}, but the model's context has {self.max_length} tokens")
         sampled = bool(kwargs.pop("do_sample", False))
+        if sampled and kwargs.get("temperature") == 0:
+            raise UserError(
+                "generation arguments do_sample = True and temperature = 0 contradict each other "
+                "(allowed: a temperature above 0, or do_sample = False)"
+            )
         temperature = float(kwargs.pop("temperature", 0.0) or 0.0)
         sampling = SamplingParams(
             temperature=(temperature or 1.0) if sampled else 0.0,
@@ -311,7 +325,7 @@ class ExtLM(TemplateLM):
             seed=self.seed,
         )
         for name, value in kwargs.items():
-            if name not in _NEUTRAL or _NEUTRAL[name] != value:
+            if name not in _NEUTRAL or value not in (None, _NEUTRAL[name]):
                 allowed = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
                 raise UserError(f"generation argument {name} = {value!r} (allowed: {', '.join(allowed)})")
         stop = [until] if isinstance(until, str) else [text for text in until if text]
@@ -329,7 +343,8 @@ class ExtLM(TemplateLM):
         generator = likelihood.generator_for((*key, times), seed=self.seed)
         return Job(prompt, int(torch.randint(2**62, (), generator=generator)))
 
-    def _generate(self, jobs: Sequence[Job], plan: _Plan) -> list[str]:
+    def _generate(self, jobs: Sequence[Job], plan: _Plan) -> tuple[list[str], int]:
+        """The texts, and their number of tokens."""
         streams = [TextStream(self.loaded.tokenizer, plan.stop) for _ in jobs]
 
         def on_token(row: int, token: int) -> bool:
@@ -348,7 +363,7 @@ class ExtLM(TemplateLM):
             **self.options,
         )
         assert len(generation) == len(jobs)
-        return [stream.text for stream in streams]
+        return [stream.text for stream in streams], generation.new_tokens
 
     def _once(self, message: str) -> None:
         """Warn, but not again."""

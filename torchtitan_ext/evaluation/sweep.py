@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
+from torchtitan_ext import progress
 from torchtitan_ext.checkpoint.convert import hf_choice, read_choice
 from torchtitan_ext.config.toml_writer import describe, from_text
 from torchtitan_ext.data.tasks import TextTask
@@ -162,12 +162,14 @@ def evaluate(
     trials = [Trial(setting=dict(s), options=tasks.with_options(text, s).options) for s in settings]
     _warm_up(model, task, lengths, trials, text=text, seed=seed, cost=cost)
     batches = tasks.held_out(task, lengths, samples=samples, batch_size=batch_size, seed=seed)
-    for number, (one, batch) in enumerate(batches):
-        # Every second turn the other way round, so that none always follows the same neighbour.
-        for trial in trials[:: -1 if number % 2 else 1]:
-            _run(model, one, batch, trial, text=text)
-        if on_batch is not None:
-            on_batch(number + 1, len(batches))
+    total = samples * len(lengths) * len(trials)
+    with progress.bar(f"{len(trials)} settings", total=total, unit="samples") as bar:
+        for number, (one, batch) in enumerate(batches):
+            # Every second turn the other way round, so that none always follows the same neighbour.
+            for trial in trials[:: -1 if number % 2 else 1]:
+                bar.advance(len(batch), tokens=_run(model, one, batch, trial, text=text))
+            if on_batch is not None:
+                on_batch(number + 1, len(batches))
     results = [SettingResult.of(trial) for trial in trials]
     return mark_frontier(results, cost=cost or default_cost(results))
 
@@ -183,26 +185,41 @@ def _warm_up(
     cost: Cost | None,
 ) -> None:
     """One sample of every length by every setting, unmeasured: also finds what will not work."""
-    for trial in trials:
-        found: list[Generation] = []
+    with progress.bar("trying the settings", total=len(trials), unit="settings") as bar:
+        for trial in trials:
+            _try_out(model, task, lengths, trial, text=text, seed=seed, cost=cost)
+            bar.advance()
 
-        def decode(*args: Any, found: list[Generation] = found, **kwargs: Any) -> Generation:
-            found.append(text.decode(*args, **kwargs))
-            return found[-1]
 
-        setup = replace(text, decode=decode, options=trial.options)
-        tasks.evaluate_lengths(model, task, lengths, samples=1, batch_size=1, seed=seed, text=setup)
-        known = known_costs(reported(found[0]))
-        if cost is not None and cost not in known:
-            raise UserError(
-                f"--cost {cost} is not reported by the decoder of this method (allowed: {', '.join(known)})"
-            )
+def _try_out(
+    model: nn.Module,
+    task: TextTask,
+    lengths: Sequence[int],
+    trial: Trial,
+    *,
+    text: tasks.TextSetup,
+    seed: int,
+    cost: Cost | None,
+) -> None:
+    found: list[Generation] = []
+
+    def decode(*args: Any, **kwargs: Any) -> Generation:
+        found.append(text.decode(*args, **kwargs))
+        return found[-1]
+
+    setup = replace(text, decode=decode, options=trial.options)
+    tasks.evaluate_lengths(model, task, lengths, samples=1, batch_size=1, seed=seed, text=setup)
+    known = known_costs(reported(found[0]))
+    if cost is not None and cost not in known:
+        raise UserError(
+            f"--cost {cost} is not reported by the decoder of this method (allowed: {', '.join(known)})"
+        )
 
 
 def _run(
     model: nn.Module, task: TextTask, batch: Sequence[Any], trial: Trial, *, text: tasks.TextSetup
-) -> None:
-    """Decode a batch and count the right final answers, as ``tasks.evaluate_lengths`` does."""
+) -> int:
+    """Decode a batch and count the right final answers, as ``tasks.evaluate_lengths`` does; new tokens."""
     generation, _ = tasks.decode_samples(model, batch, text=replace(text, options=trial.options))
     said = [text.tokenizer.decode(row.new_tokens) for row in generation]
     right = sum(
@@ -210,6 +227,7 @@ def _run(
         for answer, sample in zip(said, batch, strict=True)
     )
     trial.add(generation, right=right)
+    return generation.new_tokens
 
 
 # --- results ---------------------------------------------------------------------------
@@ -346,8 +364,8 @@ def shown(value: Any) -> str:
 
 
 def show_progress(done: int, count: int) -> None:
-    """One line on stderr."""
-    print(f"{done} of {count} batches", file=sys.stderr, flush=True)
+    """One line on stderr, where no bar can say it."""
+    progress.plain_line(f"{done} of {count} batches")
 
 
 def draw(path: Path, results: Sequence[SettingResult], *, cost: Cost, title: str) -> None:

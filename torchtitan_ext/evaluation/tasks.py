@@ -23,7 +23,7 @@ from torch import nn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.common.decoder import Decoder as TitanDecoder
 
-from torchtitan_ext import attention, masks
+from torchtitan_ext import attention, masks, progress
 from torchtitan_ext.backbones import Backbone
 from torchtitan_ext.checkpoint.load import LoadedModel
 from torchtitan_ext.data.config import SourceFields
@@ -164,11 +164,13 @@ def evaluate_lengths(
     trained_maximum: int | None = None,
     text: TextSetup | None = None,
     on_result: Callable[[LengthResult], None] | None = None,
+    what: str = "",
 ) -> list[LengthResult]:
     """Scores on ``samples`` samples of every length; the same samples for every model.
 
     ``trained_maximum``: the greatest length in training, to mark those beyond it.
     ``text``: needed for tasks in words. ``on_result``: called with each length's scores.
+    ``what``: said by a progress bar, of which there is none without.
     Errors: UserError, before the first forward, for lengths that the task does not have or the
     model cannot hold.
     """
@@ -182,19 +184,21 @@ def evaluate_lengths(
         _check_fits(model, one, text=text)
         source.read(0)
     results = []
-    for length, one, source in zip(lengths, tasks, sources, strict=True):
-        score = Score()
-        for begin in range(0, samples, batch_size):
-            batch = [source.read(i) for i in range(begin, min(begin + batch_size, samples))]
-            if isinstance(one, TokenTask):
-                _score_in_place(model, one, batch, into=score)
-            else:
-                assert isinstance(one, TextTask) and text is not None
-                _score_decoded(model, one, batch, text=text, into=score)
-        trained = None if trained_maximum is None else length <= trained_maximum
-        results.append(score.result(length, trained=trained))
-        if on_result is not None:
-            on_result(results[-1])
+    with progress.bar(what, total=samples * len(lengths), unit="samples") as bar:
+        for length, one, source in zip(lengths, tasks, sources, strict=True):
+            score = Score()
+            for begin in range(0, samples, batch_size):
+                batch = [source.read(i) for i in range(begin, min(begin + batch_size, samples))]
+                if isinstance(one, TokenTask):
+                    tokens = _score_in_place(model, one, batch, into=score)
+                else:
+                    assert isinstance(one, TextTask) and text is not None
+                    tokens = _score_decoded(model, one, batch, text=text, into=score)
+                bar.advance(len(batch), tokens=tokens)
+            trained = None if trained_maximum is None else length <= trained_maximum
+            results.append(score.result(length, trained=trained))
+            if on_result is not None:
+                on_result(results[-1])
     return results
 
 
@@ -241,8 +245,8 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 @torch.no_grad()
-def _score_in_place(model: nn.Module, task: TokenTask, batch: Sequence[Any], *, into: Score) -> None:
-    """One forward; samples of one length have one number of tokens, so there is no padding."""
+def _score_in_place(model: nn.Module, task: TokenTask, batch: Sequence[Any], *, into: Score) -> int:
+    """One forward; samples of one length have one number of tokens, so there is no padding. The tokens."""
     documents = [task.document(sample) for sample in batch]
     device = _device_of(model)
     tokens_BL = torch.from_numpy(np.stack([d.tokens for d in documents])).to(device)
@@ -257,6 +261,7 @@ def _score_in_place(model: nn.Module, task: TokenTask, batch: Sequence[Any], *, 
     wanted_BL = labels_BL != IGNORE_INDEX
     right_BL = logits_BLV.argmax(dim=-1) == labels_BL  # never where the label is to be ignored
     into.add(right_BL.sum(dim=1).tolist(), wanted_BL.sum(dim=1).tolist())
+    return tokens_BL.numel()
 
 
 # --- tasks in words --------------------------------------------------------------------
@@ -300,8 +305,8 @@ def decode_samples(
 
 def _score_decoded(
     model: nn.Module, task: TextTask, batch: Sequence[Any], *, text: TextSetup, into: Score
-) -> None:
-    """Greedy decoding; what follows a whole answer without EOS is not looked at."""
+) -> int:
+    """Greedy decoding; what follows a whole answer without EOS is not looked at. The new tokens."""
     generation, encoded = decode_samples(model, batch, text=text)
     right, answers, scores = [], 0, []
     for sample, (_, target), row in zip(batch, encoded, generation, strict=True):
@@ -312,6 +317,7 @@ def _score_decoded(
         scores.append(task.score(said, sample))
     into.add(right, [len(target) for _, target in encoded])
     into.add_decoded(generation, answers=answers, scores=[s for s in scores if s is not None])
+    return generation.new_tokens
 
 
 # --- what to evaluate ------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torchtitan.tools.logging import logger
 
+from torchtitan_ext import progress
 from torchtitan_ext.backbones import Backbone
 from torchtitan_ext.checkpoint.load import LoadedModel
 from torchtitan_ext.decoding.masked_diffusion import Prediction, Trace, generate
@@ -137,24 +138,38 @@ def make(
         _make_folder(folder)
         shards.write_manifest(folder, identity=identity, result=None)
     ranges = shards.shard_ranges(len(starts), shard_size=recipe.shard_size)
-    for number in range(rank, len(ranges), world):
-        path, indices = shards.shard_path(folder, number), ranges[number]
-        if shards.is_finished(path, rows=len(indices), digest=digest):
+    total = sum(len(indices) for indices in ranges[rank::world])
+    about = f" (worker 0 of {world})" if world > 1 else ""
+    with progress.bar(f"trajectories{about}", total=total, unit="prompts") as bar:
+
+        def tell(count: int, *, tokens: int) -> None:
+            """Without tokens they were decoded earlier."""
+            if tokens:
+                bar.advance(count, tokens=tokens)
+            else:
+                bar.skip(count)
             if on_batch is not None:
-                on_batch(len(indices))
-            continue
-        found = decode_shard(
-            loaded,
-            starts,
-            indices,
-            recipe=recipe,
-            batch_size=batch_size,
-            judge=prompts.judge,
-            on_batch=on_batch,
-        )
-        _make_folder(folder)
-        shards.write_shard(path, found, digest=digest)
-        logger.info(f"Trajectories: {path.name} is written ({number + 1} of {len(ranges)}, worker {rank})")
+                on_batch(count)
+
+        for number in range(rank, len(ranges), world):
+            path, indices = shards.shard_path(folder, number), ranges[number]
+            if shards.is_finished(path, rows=len(indices), digest=digest):
+                tell(len(indices), tokens=0)
+                continue
+            found = decode_shard(
+                loaded,
+                starts,
+                indices,
+                recipe=recipe,
+                batch_size=batch_size,
+                judge=prompts.judge,
+                on_batch=lambda count: tell(count, tokens=count * recipe.response_length),
+            )
+            _make_folder(folder)
+            shards.write_shard(path, found, digest=digest)
+            logger.info(
+                f"Trajectories: {path.name} is written ({number + 1} of {len(ranges)}, worker {rank})"
+            )
     return identity
 
 
