@@ -12,14 +12,31 @@ from typing import Any
 from torchtitan_ext.backbones.sizes import BackboneSize, Family, lookup
 from torchtitan_ext.errors import UserError, unknown
 
-MODEL_TYPES: dict[str, Family] = {
+_BACKBONES: dict[str, Family] = {
     "llama": "smollm2",
     "qwen2": "qwen2_5",
     "qwen3": "qwen3",
     "Dream": "dream",
     "llada": "llada",
 }
-"""``model_type`` of a config.json -> family."""
+
+OWN_TYPES: dict[str, tuple[str, str]] = {
+    f"torchtitan_ext_{method}_{backbone.lower()}": (method, backbone)
+    for method, backbones in {
+        "alodlm": ("llama", "qwen2", "qwen3"),
+        "looped": ("llama", "qwen2", "qwen3"),
+        "t2mlr": ("llama", "qwen2", "qwen3"),
+        "tdlm": ("llada", "Dream"),
+    }.items()
+    for backbone in backbones
+}
+"""``model_type`` of an export of a method that is more than a backbone -> method and backbone's type."""
+
+MODEL_TYPES: dict[str, Family] = {
+    **_BACKBONES,
+    **{own: _BACKBONES[backbone] for own, (_, backbone) in OWN_TYPES.items()},
+}
+"""``model_type`` of a config.json -> family; an export of a method is read as the backbone it extends."""
 
 ARCHITECTURES: dict[Family, str] = {
     "smollm2": "LlamaForCausalLM",

@@ -26,7 +26,7 @@ from torchtitan_ext import config as front
 from torchtitan_ext import models
 from torchtitan_ext.backbones import HFAdapter
 from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD
-from torchtitan_ext.checkpoint import assets, hf_folder, whole
+from torchtitan_ext.checkpoint import assets, hf_folder, published, whole
 from torchtitan_ext.checkpoint.convert import hf_choice
 from torchtitan_ext.data.encoders import resolve_bos
 from torchtitan_ext.data.tokenizer_cores import read_json
@@ -179,6 +179,7 @@ def _native_config(folder: Path) -> Any:
 def _hf_config(folder: Path) -> Any:
     from torchtitan_ext.trainer import default_config
 
+    published.refuse(folder)
     choice = hf_choice(folder)
     config: Any = default_config({"name": choice.name})
     config.model.name, config.model.flavor = choice.name, "hf"

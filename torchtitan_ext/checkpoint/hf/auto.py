@@ -7,11 +7,10 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from torchtitan_ext.backbones.hf_config import MODEL_TYPES
+from torchtitan_ext.backbones.hf_config import MODEL_TYPES, OWN_TYPES
 from torchtitan_ext.checkpoint.convert import HF_SECTION
 from torchtitan_ext.checkpoint.hf.config import CONFIGS
 from torchtitan_ext.checkpoint.hf.model import MODELS
-from torchtitan_ext.checkpoint.remote.describe import OWN_TYPES
 from torchtitan_ext.errors import UserError, unknown
 
 _KNOWN = ("llama", "qwen2", "qwen3")

@@ -15,25 +15,10 @@ from typing import Any
 from torchtitan.tools.logging import logger
 
 from torchtitan_ext.backbones import BackboneSize
-from torchtitan_ext.backbones.hf_config import ARCHITECTURES, MODEL_TYPES
+from torchtitan_ext.backbones.hf_config import ARCHITECTURES, MODEL_TYPES, OWN_TYPES
 from torchtitan_ext.checkpoint import hf_folder
 from torchtitan_ext.data.tokenizers import Tokenizer, find_hf, find_tiktoken
 from torchtitan_ext.errors import UserError
-
-OWN_TYPES: dict[str, tuple[str, str]] = {
-    f"torchtitan_ext_{method}_{backbone.lower()}": (method, backbone)
-    for method, backbones in {
-        "alodlm": ("llama", "qwen2", "qwen3"),
-        "looped": ("llama", "qwen2", "qwen3"),
-        "t2mlr": ("llama", "qwen2", "qwen3"),
-        "tdlm": ("llada", "Dream"),
-    }.items()
-    for backbone in backbones
-}
-"""``model_type`` of an export -> method and the backbone's ``model_type``."""
-
-# An export with a type of its own is read as the backbone that it extends.
-MODEL_TYPES.update({own: MODEL_TYPES[backbone] for own, (_, backbone) in OWN_TYPES.items()})
 
 MODELLING = "modeling_torchtitan_ext.py"
 """The file with which transformers opens an export where this package is not installed."""

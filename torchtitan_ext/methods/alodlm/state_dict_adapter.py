@@ -1,7 +1,8 @@
 """Names of an ALoDLM model in a Hugging Face folder, and its LM head out of a tied one.
 
 The gate keeps its own names and may be absent. The head is always the model's own: a folder
-whose model ties it to the embedding gives a copy of the embedding.
+whose model ties it to the embedding gives a copy of the embedding. Folders of the paper's authors
+have their gate in a file of its own: :mod:`torchtitan_ext.checkpoint.published`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchtitan_ext.backbones import HFAdapter, size_from_folder
 from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD
-from torchtitan_ext.checkpoint import hf_folder
+from torchtitan_ext.checkpoint import hf_folder, published
 from torchtitan_ext.errors import UserError
 
 GATE = "core.gate.*"
@@ -44,8 +45,10 @@ class ALoDLMAdapter(HFAdapter):
     def check_folder(self, folder: str | Path) -> dict[str, hf_folder.TensorInfo]:
         """Refuse a folder that does not fit; the LM head of a tied one is the embedding.
 
-        Errors: a folder that ties the head and holds one that differs.
+        Errors: a folder that ties the head and holds one that differs; one of the paper's authors,
+        whose gate would be left behind.
         """
+        published.refuse(folder)
         found = super().check_folder(folder)
         self._stored = frozenset(name for name in found if self.is_added(name))
         head, embedding = self.names[HEAD], self.names[EMBEDDING]
