@@ -21,6 +21,7 @@ from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
+import torchtitan_ext
 from torchtitan_ext import attention, masks, models, registry, stopping
 from torchtitan_ext import config as front
 from torchtitan_ext.checkpoint.manager import ExtCheckpointManager
@@ -252,7 +253,11 @@ class ExtTrainer(Trainer):
             "seconds": round(seconds, 3),
             "ranks": dist.get_world_size(),
             "tokens_seen_by_rank_0": self.ntokens_seen,
-            "versions": {name: metadata.version(name) for name in ("torchtitan_ext", "torch", "torchtitan")},
+            "versions": {
+                "torchtitan_ext": torchtitan_ext.__version__,
+                "torch": torch.__version__,
+                "torchtitan": metadata.version("torchtitan"),
+            },
         }
         folder = Path(self.config.dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
