@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, parse_args
+from torch.distributed.run import config_from_args, parse_args, parse_min_max_nnodes
 
 from torchtitan_ext import endpoint
 from torchtitan_ext.errors import UserError
@@ -292,8 +292,12 @@ def launch(argv: list[str]) -> int:
 
 
 def _arguments(argv: list[str]) -> Any:
+    """The options, with torchrun's defaults: it fills them in between its parser and its config."""
     args = parse_args(argv)
-    if args.standalone:
+    unsaid = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    if args.master_port is None:
+        args.master_port = 29500
+    if args.standalone or (unsaid and parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", f"alone-{os.getpid()}"
     return args
 

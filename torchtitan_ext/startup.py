@@ -1,14 +1,15 @@
 """What all ranks check together before a run builds anything.
 
 Each rank posts what it runs to the launcher's store. Rank 0 compares, and its
-verdict ends every rank alike: a run of mixed versions does not begin. The store
-is used and not a process group, because the backend is one of the things that
-may differ.
+verdict ends every rank alike: a run of mixed versions does not begin, nor one
+whose nodes do not share the checkpoint folder. The store is used and not a
+process group, because the backend is one of the things that may differ.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -17,6 +18,8 @@ import platform
 import socket
 import tempfile
 import time
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -53,6 +56,9 @@ class Report:
     error: str = ""
     """What this rank's own checks found."""
 
+    folder: str = ""
+    """The first rank of each node: the folder of checkpoints that all nodes must share, if there is one."""
+
 
 def check(config: Any) -> None:
     """All ranks run the same code and config and can write; called on every rank before the model.
@@ -73,7 +79,8 @@ def check(config: Any) -> None:
         error = str(refused)
     if world == 1 or config.comm.mode in ("fake_backend", "local_tensor"):
         return
-    report = Report(rank=rank, host=socket.gethostname(), facts=facts(config), error=error)
+    folder = shared_folder(config) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
+    report = Report(rank=rank, host=socket.gethostname(), facts=facts(config), error=error, folder=folder)
     verdict = meet(report, world=world, timeout_s=config.comm.init_timeout_seconds)
     if verdict:
         raise SharedError(verdict)
@@ -130,6 +137,142 @@ def check_writable(config: Any) -> None:
             ) from error
 
 
+# --- one folder for all nodes ----------------------------------------------------------
+
+# Each rank writes its own shards into a checkpoint and rank 0 the metadata that make it whole; on a
+# resume any rank may read any shard. Folders of the same name on disks of their own would give
+# checkpoints that look whole to rank 0 and lack the other nodes' shards.
+
+LOOK_S = 5.0
+"""Seconds in which a file that another node has written may come into sight."""
+
+
+def shared_folder(config: Any) -> str:
+    """The folder that all nodes must share: that of the checkpoints, where they are written here; else ""."""
+    checkpoint = config.checkpoint
+    if not checkpoint.enable or checkpoint.load_only:
+        return ""
+    folder = os.path.join(config.dump_folder, checkpoint.folder)
+    return "" if filesystem.is_remote(folder) else folder
+
+
+def make_folder(folder: str) -> list[Path]:
+    """Make a folder and those above it; the new ones, the deepest first."""
+    made: list[Path] = []
+    path = Path(folder).absolute()
+    for place in (*reversed(path.parents), path):
+        # Without a look: a file system over a network answers that from its memory, but not this.
+        try:
+            place.mkdir()
+        except OSError:  # it is there, or a part of the way above this user's folders is read-only
+            if not place.is_dir():
+                _remove(made)
+                raise
+        else:
+            made.insert(0, place)
+    return made
+
+
+def _remove(made: list[Path]) -> None:
+    for place in made:
+        with contextlib.suppress(OSError):  # somebody has put something into it
+            place.rmdir()
+
+
+def sees(folder: str, name: str, *, limit_s: float = LOOK_S) -> bool:
+    """Whether the file that rank 0 wrote is in this node's folder of that name; leaves nothing behind.
+
+    Errors: OSError where the folder cannot be made or written.
+    """
+    made = make_folder(folder)
+    path = os.path.join(folder, name)
+    try:
+        deadline = time.monotonic() + limit_s
+        while True:
+            if os.path.exists(path):
+                return True
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        # The last word has the server, who alone can tell whether the name is still free: NFS may
+        # remember for a minute that there was no such file.
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return True
+        os.unlink(path)
+        return False
+    finally:
+        _remove(made)
+
+
+def _look(store: dist.Store, report: Report, *, timeout: datetime.timedelta) -> None:
+    """On the first rank of another node: look for rank 0's file, and say whether it is there."""
+    store.wait(["marker"], timeout)
+    name = store.get("marker").decode()
+    if not name:  # nothing is asked
+        return
+    try:
+        answer = "yes" if sees(report.folder, name) else "no"
+    except OSError as error:
+        answer = error.strerror or str(error)
+    store.set(f"seen/{report.rank}", answer)
+
+
+def _ask(store: dist.Store, reports: Sequence[Report], *, timeout_s: float) -> str:
+    """On rank 0: do all nodes see what it writes? What is wrong in one line, or ""."""
+    first, others = reports[0], [r for r in reports[1:] if r.folder]
+    if not first.folder or not others:
+        store.set("marker", "")
+        return ""
+    name = f".seen-by-all-{uuid.uuid4().hex}"
+    made: list[Path] = []
+    answers: dict[int, str] = {}
+    try:
+        made = make_folder(first.folder)
+        marker = Path(first.folder) / name
+        marker.touch(exist_ok=False)
+        try:
+            store.set("marker", name)
+            answers = _answers(store, others, timeout_s=timeout_s)
+        finally:
+            marker.unlink(missing_ok=True)
+    except OSError as error:
+        if not store.check(["marker"]):
+            store.set("marker", "")
+        return f"{first.folder} cannot be written on {first.host}: {error.strerror or error}"
+    verdict = unshared(first, others, answers)
+    if verdict:
+        _remove(made)
+    return verdict
+
+
+def _answers(store: dist.Store, others: Sequence[Report], *, timeout_s: float) -> dict[int, str]:
+    deadline = time.monotonic() + timeout_s
+    keys = {report.rank: f"seen/{report.rank}" for report in others}
+    while not store.check(list(keys.values())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+
+def unshared(first: Report, others: Sequence[Report], answers: dict[int, str]) -> str:
+    """The nodes that do not see what the first one writes, in one line; "" when all do."""
+    wrong = []
+    for report in others:
+        answer = answers.get(report.rank, "no answer")
+        if answer != "yes":
+            wrong.append(report.host if answer == "no" else f"{report.host} ({answer})")
+    if not wrong:
+        return ""
+    names = list(dict.fromkeys(wrong))
+    more = f" and {len(names) - SHOWN} more hosts" if len(names) > SHOWN else ""
+    return (
+        f"[job] dump_folder must be on a file system that all hosts share, because every rank writes its "
+        f"part of a checkpoint: a file that rank 0 on {first.host} wrote into {first.folder} is not there on "
+        f"{', '.join(names[:SHOWN])}{more}"
+    )
+
+
 # --- all ranks -------------------------------------------------------------------------
 
 
@@ -145,12 +288,18 @@ def meet(report: Report, *, world: int, timeout_s: float) -> str:
         if report.rank == 0:
             reports = _collect(store, world=world, timeout_s=timeout_s)
             verdict = judge(reports, world=world, timeout_s=timeout_s)
+            if verdict:
+                store.set("marker", "")
+            else:
+                verdict = _ask(store, reports, timeout_s=timeout_s)
             store.set("verdict", verdict)
             # A rank that serves the store takes it along when it leaves.
             _wait_for_readers(store, len(reports) - 1)
             return verdict
-        # Rank 0 may itself wait to the end of its time for others.
-        store.wait(["verdict"], timeout * 2)
+        # Rank 0 may itself wait to the end of its time for others, twice.
+        if report.folder:
+            _look(store, report, timeout=timeout * 2)
+        store.wait(["verdict"], timeout * 3)
         verdict = store.get("verdict").decode()
         # Rank 0 may leave as soon as it has counted, before the answer to this is here.
         with contextlib.suppress(dist.DistError):
@@ -207,8 +356,7 @@ def _wait_for_readers(store: dist.Store, count: int) -> None:
 
 
 def _to_json(report: Report) -> str:
-    fields = {"rank": report.rank, "host": report.host, "facts": report.facts, "error": report.error}
-    return json.dumps(fields)
+    return json.dumps(dataclasses.asdict(report))
 
 
 def _from_json(text: bytes) -> Report:

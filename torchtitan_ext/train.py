@@ -21,9 +21,26 @@ from torchtitan_ext.trainer import ExtTrainer, default_config
 DEBUG = "TORCHTITAN_EXT_TRACEBACK"
 """Environment variable: set to 1 to see the traceback of an error in the input."""
 
+HELP = f"""usage: python -m torchtitan_ext.train --job.config_file X.toml [--section.key value ...]
+       python -m torchtitan_ext.train --validate --job.config_file X.toml [--nodes N | --world-size W]
+
+  --job.config_file X.toml  read this file; every option further below overrides it
+  --validate                build the run for its real number of ranks and make one step on tensors without
+                            data, on any machine; nothing is read or written
+  --nodes N                 with --validate: so many nodes, of as many ranks as the file states (else 8)
+  --world-size W            with --validate: so many ranks; without either, what the file states
+  -h, --help                show all of this; with --job.config_file or --model.name, the method's keys too
+
+On several GPUs: ./launch/run_train.sh and ./launch/run_multinode.sh. {DEBUG}=1 (environment) shows
+the traceback behind an error in the input.
+"""
+"""The options that are no keys of the config; :mod:`torchtitan_ext.config` prints those that are."""
+
 
 def run(argv: list[str]) -> int:
     """Train as the arguments and the TOML say; the exit code."""
+    if "-h" in argv or "--help" in argv:
+        print(HELP)
     if "--validate" in argv:
         from torchtitan_ext.planning import fake_run
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
 
 from torchtitan_ext.data.loader import DataLoader
 from torchtitan_ext.metrics import ExtMetricsProcessor
@@ -47,7 +48,10 @@ class ExtValidator(Validator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Log the loss over the held-out split, a mean over all its tokens."""
+        """Log the loss over the held-out split, a mean over all its tokens.
+
+        A stop signal of any rank ends it at the next batch, on all ranks and without a result.
+        """
         if self.parallel_dims.pp_enabled:
             super().validate(model_parts, step)
             return
@@ -58,6 +62,11 @@ class ExtValidator(Validator):
         total = torch.zeros((), dtype=torch.float64, device=self.trainer.device)
         metrics: dict[str, torch.Tensor] = {}
         for batch in batches:
+            # All ranks have as many batches, so all of them ask.
+            if self.trainer.stopper.asked():
+                logger.info(f"Validation of step {step} is given up: a stop was asked.")
+                model.train()
+                return
             loss, own = self._loss(model, batch, counts)
             total += loss.double()
             merge_metrics(metrics, own)

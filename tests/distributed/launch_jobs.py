@@ -94,6 +94,8 @@ def train_until_stopped(
         "loss": recorder.series("loss_metrics/global_avg_loss"),
         "code": code,
         "lines": [line for line in lines if line.startswith("Stop")],
+        "given_up": [line for line in lines if line.startswith("Validation of step")],
+        "validated": list(recorder.series("validation_metrics/loss")),
         "seconds": seconds,
         "left": sorted(p.name for p in Path(folder).glob("out/checkpoint/*")),
     }
@@ -132,6 +134,16 @@ def meeting(
         except UserError as refused:
             error, kind = str(refused), type(refused).__name__
     return {"error": error, "kind": kind}
+
+
+def meeting_on_hosts(folder: str, args: list[str], *, hosts: list[str]) -> dict[str, str]:
+    """The start checks where rank r is the only one of a host, which is in the folder ``hosts[r]``."""
+    rank = int(os.environ["RANK"])
+    os.chdir(os.path.join(folder, hosts[rank]))
+    os.environ["LOCAL_RANK"] = "0"
+    startup.socket.gethostname = lambda: f"node{rank}"  # type: ignore[assignment]
+    startup.sees.__kwdefaults__["limit_s"] = 0.5  # type: ignore[index]
+    return meeting(folder, ["--job.dump_folder", "./out", *args], by_rank={})
 
 
 class SlowReader(dist.PrefixStore):

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.run import config_from_args
 
 from tests.distributed import launch_jobs
 from tests.distributed.harness import free_port, start
 from tests.paths import ROOT
+from torchtitan_ext import launch
 from torchtitan_ext.stopping import STOPPED, STOPPED_UNSAVED
 
 WORKER = str(ROOT / "tests" / "distributed" / "launch_worker.py")
@@ -66,6 +68,18 @@ def test_a_stop_is_passed_on_and_waited_for(number, code, tmp_path):
     assert f"launch: stopped (exit code {code})" in printed
     notes = launcher.noted("got SIGUSR1", count=2)
     assert sum("up" in line for line in notes) == 2  # and nothing was restarted
+
+
+@pytest.mark.parametrize("alone", [(), ("--standalone",)])
+def test_without_a_rendezvous_the_processes_of_one_node_meet(alone, tmp_path):
+    """As torchrun does, of which scripts name no more than the number of processes."""
+    launcher = Launcher(tmp_path, "pass", "--nproc-per-node", "2", *alone)
+    assert launcher.end()[0] == 0
+
+
+def test_the_address_of_several_nodes_has_torchruns_port():
+    config, _, _ = config_from_args(launch._arguments(["--nnodes", "2", "--master-addr", "node0", WORKER]))
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("static", "node0:29500")
 
 
 def test_a_second_signal_ends_everything_at_once(tmp_path):

@@ -50,6 +50,7 @@ def test_stops_in_a_step_in_a_save_and_in_validation_lose_nothing(whole, tmp_pat
     # In the validation of the last step: the run is done.
     last = stopped(folder, args, moment="validation 10", rank=1)
     assert last["code"] == 0 and list(last["loss"]) == [9, 10] and last["lines"] == []
+    assert len(last["given_up"]) == 1 and last["validated"] == [], "both ranks left it at the next batch"
     assert first["loss"] | second["loss"] | third["loss"] | last["loss"] == whole["loss"]
 
 
@@ -57,6 +58,8 @@ def test_a_stop_in_validation_that_is_not_the_last(tmp_path):
     result = stopped(tmp_path / "run", [*BASE, *SAVE, *VALIDATE], world=1, moment="validation 5")
     assert result["code"] == STOPPED and list(result["loss"]) == [1, 2, 3, 4, 5]
     assert result["left"] == ["step-5"]
+    assert len(result["given_up"]) == 1 and "of step 5 is given up" in result["given_up"][0]
+    assert result["validated"] == [1], "that of the first step"
 
 
 def test_the_checkpoint_of_a_stop_is_a_full_one(tmp_path):
@@ -130,3 +133,33 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
 def test_the_question_between_two_steps_is_cheap():
     """A bound that a device synchronisation or a new group a step would break; the figure is far below."""
     assert max(run(launch_jobs.flag_cost, world=2)) < 20_000
+
+
+# --- one dump folder for all hosts -------------------------------------------------------
+
+
+def on_hosts(tmp_path, hosts: list[str], *args: str) -> list[dict[str, str]]:
+    for host in hosts:
+        (tmp_path / host).mkdir(exist_ok=True)
+    return run(
+        launch_jobs.meeting_on_hosts, world=len(hosts), folder=str(tmp_path), args=list(args), hosts=hosts
+    )
+
+
+def test_hosts_with_folders_of_their_own_are_named_and_nothing_is_left(tmp_path):
+    (tmp_path / "c" / "out").mkdir(parents=True)
+    results = on_hosts(tmp_path, ["a", "b", "a", "c"], "--checkpoint.enable")
+    (error,) = {result["error"] for result in results}
+    assert {result["kind"] for result in results} == {"SharedError"}
+    assert error.startswith("[job] dump_folder must be on a file system that all hosts share")
+    assert "rank 0 on node0 wrote into ./out/checkpoint is not there on node1, node3" in error
+    assert "\n" not in error
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["a", "b", "c", "c/out"]
+
+
+def test_hosts_that_share_the_folder_and_runs_that_need_not(tmp_path):
+    shared = on_hosts(tmp_path, ["a", "a"], "--checkpoint.enable")
+    assert [result["error"] for result in shared] == ["", ""]
+    assert [p.name for p in (tmp_path / "a").rglob("*")] == ["out", "checkpoint"]
+    # Without checkpoints only rank 0 writes what lasts.
+    assert [result["error"] for result in on_hosts(tmp_path, ["a", "b"])] == ["", ""]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
+import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from tests.unit.test_data_common import (
     run_ranks,
     write_jsonl,
 )
+from torchtitan_ext.data.fingerprint import content_of
 from torchtitan_ext.data.loader import DataLoader, followed_streams
 from torchtitan_ext.errors import UserError
 
@@ -341,3 +345,46 @@ def test_torchtitans_own_tokenizer_works(path, tmp_path):
     setup = config(path, num_streams=1)
     left, right = (next(iter(loader(setup, tokenizer=t, batch=8))) for t in (theirs, ours))
     assert equal_batches(left, right)
+
+
+# --- the data's own identity ----------------------------------------------------------------
+
+
+def test_data_that_was_moved_or_renamed_is_the_same(path, tmp_path):
+    shutil.copy(path, tmp_path / "renamed.jsonl")
+    one = loader(config(path))
+    next(iter(one))
+    other = loader(config(str(tmp_path / "renamed.jsonl")))
+    other.load_state_dict(one.state_dict())
+    assert equal_batches(next(iter(other)), next(iter(one)))
+    # A checkpoint of a version that did not note the data goes on as before.
+    state = one.state_dict()
+    older = json.loads(state["fingerprint"])
+    del older["sources"][0]["data"]
+    other.load_state_dict({**state, "fingerprint": json.dumps(older)})
+
+
+def test_other_data_of_as_many_documents_and_bytes_is_refused_with_both_names(path, tmp_path):
+    text = Path(path).read_text()
+    changed = tmp_path / "other.jsonl"
+    changed.write_text(text.replace("<36>", "<63>"))
+    one = loader(config(path))
+    with pytest.raises(UserError) as error:
+        loader(config(str(changed))).load_state_dict(one.state_dict())
+    message = str(error.value)
+    size = f"1 file of {len(text.encode()):,} bytes"
+    assert f"sources[0].data: '{path}: {size}" in message and f"{changed}: {size}" in message
+
+
+def test_a_folder_is_known_by_the_files_of_the_split(tmp_path):
+    for name in ("train-0.jsonl", "train-1.jsonl", "validation.jsonl"):
+        write_jsonl(tmp_path / name, [{"text": name}])
+    setup = config(str(tmp_path))
+    before = content_of(setup)
+    assert before["content"].startswith("2 files of ")
+    (tmp_path / "notes.md").write_text("x")
+    write_jsonl(tmp_path / "validation.jsonl", [{"text": "new"}])
+    assert content_of(setup) == before
+    write_jsonl(tmp_path / "train-1.jsonl", [{"text": "train-9.jsonl"}])
+    assert content_of(setup)["content"] != before["content"]
+    assert content_of(config("allenai/c4"))["content"] == "allenai/c4"

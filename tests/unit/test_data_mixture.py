@@ -95,3 +95,12 @@ def test_text_and_streamed_sources_mix(folder, tmp_path):
     first, state = run_ranks(setup, world=2, batch=2, steps=4)
     rest, _ = run_ranks(setup, world=1, batch=2, steps=6, state=state)
     assert first + rest == reference[: len(first) + len(rest)]
+
+
+def test_a_task_in_a_mixture_is_not_cut_either(folder):
+    setup = config(folder, packing="concatenate")
+    setup.sources.append(Source(dataset="bounded_counter"))
+    with pytest.raises(
+        UserError, match=r"sources\[2\] \(bounded_counter\): packing = 'concatenate' would cut"
+    ):
+        loader(setup)

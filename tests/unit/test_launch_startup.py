@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,3 +153,47 @@ def test_a_checkpoint_folder_that_is_not_used_is_not_asked(tmp_path, monkeypatch
     (tmp_path / "out" / "checkpoint").mkdir(parents=True)
     read_only(tmp_path / "out" / "checkpoint", monkeypatch)
     startup.check_writable(config("--job.dump_folder", str(tmp_path / "out")))
+
+
+# --- one folder for all nodes ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--checkpoint.enable"], "./outputs/checkpoint"),
+        (["--checkpoint.enable", "--checkpoint.folder", "saved"], "./outputs/saved"),
+        (["--checkpoint.enable", "--checkpoint.load_only"], ""),
+        (["--checkpoint.enable", "--job.dump_folder", "s3://bucket/run"], ""),
+        ([], ""),
+    ],
+)
+def test_which_folder_must_be_shared(args, expected):
+    assert startup.shared_folder(config(*args)) == expected
+
+
+def test_a_file_that_is_seen_late_is_seen(tmp_path):
+    folder = tmp_path / "new" / "checkpoint"
+    made = startup.make_folder(str(folder))
+    assert made == [folder, folder.parent]
+    timer = threading.Timer(0.5, (folder / "marker").touch)
+    timer.start()
+    assert startup.sees(str(folder), "marker", limit_s=30)
+    timer.join()
+    # A remembered "no such file" is overruled by the server, asked for a new one of that name.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(startup.os.path, "exists", lambda path: False)
+        assert startup.sees(str(folder), "marker", limit_s=0)
+    assert [p.name for p in folder.iterdir()] == ["marker"]
+
+
+def test_a_file_that_is_not_there_is_not_seen_and_nothing_is_left(tmp_path):
+    assert not startup.sees(str(tmp_path / "new" / "checkpoint"), "marker", limit_s=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_that_cannot_look_says_why():
+    first, second, third = (Report(rank=r, host=f"host{r}", facts={}, folder="out") for r in range(3))
+    text = startup.unshared(first, [second, third], {1: "Read-only file system"})
+    assert text.endswith("is not there on host1 (Read-only file system), host2 (no answer)")
+    assert startup.unshared(first, [second, third], {1: "yes", 2: "yes"}) == ""

@@ -8,6 +8,7 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchtitan_ext  # noqa: F401
 from torchtitan_ext import models
@@ -180,3 +181,18 @@ def test_share_of_blocks_that_are_computed(method, expected, side):
     with torch.device("meta"):
         model = spec.model.build()
     assert share.computed_share(config, model) == pytest.approx(expected(side))
+
+
+def test_operations_on_tensors_of_another_mode_are_not_counted():
+    """DTensor runs an operation once on whole tensors to learn its shapes; in place it gives nothing back."""
+    mine, other = FakeTensorMode(), FakeTensorMode()
+    with mine:
+        counted = torch.ones(4, 4)
+    with other:
+        foreign = torch.ones(64, 64)
+    watched = tracker.StepTracker(fake=mine)
+    with watched:
+        torch._foreach_mul_([foreign], 2.0)
+        assert not watched.work
+        torch._foreach_mul_([counted], 2.0)
+    assert watched.work["step"].operations == 1 and watched.work["step"].traffic == 4 * 16

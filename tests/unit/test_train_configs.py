@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,7 +122,16 @@ def test_cluster_configs_save_in_the_background_and_often_enough(path):
     assert checkpoint.keep_latest_k >= 2, "the newest may be the one that was being written"
     assert config.compile.enable and config.metrics.enable_tensorboard
     if checkpoint.initial_load_path:
-        assert checkpoint.initial_load_in_hf and config.model.hf_assets_path
+        # Published weights, or those of another run here, which the comment names.
+        path_, own = checkpoint.initial_load_path, "/checkpoint/step-"
+        assert checkpoint.initial_load_in_hf or own in path_
+        assert config.model.hf_assets_path
+        if own in path_:
+            before = Path(path_.split(own)[0]).name
+            assert f"CONFIG_FILE=train_configs/t2mlr/{before}.toml" in path.read_text()
+            run = load(FOLDER / "t2mlr" / f"{before}.toml")
+            assert (run.model.name, run.model.flavor) == (config.model.name, config.model.flavor)
+            assert path_.endswith(f"step-{run.training.steps}")
 
 
 @pytest.mark.parametrize("path", CLUSTER, ids=ids)
@@ -161,6 +171,14 @@ T2MLR = {
     "training.seq_len": 2048,
     "training.steps": 20000,
 }
+T2MLR_TUNED = {
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.999,
+    "optimizer.weight_decay": 0.01,
+    "lr_scheduler.decay_type": "cosine",
+}
+GSM8K_AUG = {**T2MLR_TUNED, "optimizer.lr": 5e-5, "training.steps": 8000}
+HOTPOTQA = {**T2MLR_TUNED, "optimizer.lr": 1e-4, "training.steps": 5000}
 TIDAR = {
     "optimizer.lr": 1e-5,
     "lr_scheduler.decay_type": "cosine",
@@ -197,6 +215,15 @@ PAPER = {
     "t2mlr/smollm2-360M_9-24_h100": {**T2MLR, "t2mlr.start": 9, "t2mlr.end": 24},
     "t2mlr/smollm2-360M_9-24_50B_h100": {**T2MLR, "training.steps": 100000},
     "t2mlr/smollm2-1B_9-24_h100": {**T2MLR, "t2mlr.start": 9, "t2mlr.end": 24},
+    "t2mlr/smollm2-360M_baseline_h100": T2MLR,
+    "t2mlr/smollm2-360M_baseline_50B_h100": {**T2MLR, "training.steps": 100000},
+    "t2mlr/smollm2-1B_baseline_h100": T2MLR,
+    "t2mlr/smollm2-135M-584_baseline_50B_h100": {**T2MLR, "training.steps": 100000},
+    "t2mlr/smollm2-135M_9-22_gsm8k_aug_h100": {**GSM8K_AUG, "t2mlr.start": 9, "t2mlr.end": 22},
+    "t2mlr/smollm2-135M_9-22_hotpotqa_h100": {**HOTPOTQA, "t2mlr.start": 9, "t2mlr.end": 22},
+    "t2mlr/smollm2-135M-584_baseline_gsm8k_aug_h100": {**GSM8K_AUG, "model.name": "ar"},
+    "t2mlr/smollm2-135M-584_baseline_hotpotqa_h100": {**HOTPOTQA, "model.name": "ar"},
+    "t2mlr/smollm2-1.7B_retrofit_baseline_h100": {**T2MLR_TUNED, "model.name": "ar"},
     "t2mlr/smollm2-135M_baseline_h100": T2MLR,
     "t2mlr/smollm2-135M-584_baseline_h100": {**T2MLR, "model.flavor": "smollm2-135M-584"},
     **{f"looped/smollm2-135M-{kind}_h100": T2MLR for kind in ("full", "middle", "pause")},

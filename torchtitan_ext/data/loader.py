@@ -23,7 +23,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
 from torchtitan_ext.data.config import Source, SourceFields
-from torchtitan_ext.data.fingerprint import check_fingerprint, tokenizer_probe
+from torchtitan_ext.data.fingerprint import check_fingerprint, comparable, content_of, tokenizer_probe
 from torchtitan_ext.data.packing import COUNTERS, Packer, PackingRule, Row, padding_row
 from torchtitan_ext.data.registry import Context, build_feed, entry_of
 from torchtitan_ext.data.streams import DocumentStream, Feed, Ordering, make_orders
@@ -302,15 +302,16 @@ class DataLoader(BaseDataLoader):
         """
         if not state_dict:
             return
-        check_fingerprint(json.loads(state_dict["fingerprint"]), self._fingerprint)
+        saved = json.loads(state_dict["fingerprint"])
+        check_fingerprint(*comparable(saved, self._fingerprint))
         row = int(state_dict["row"])
         world, rank, _ = self._shape
         needed = followed_streams(row + rank, self.num_streams, world)
         missing = [v for v in needed if not state_dict.get(f"stream_{v}")]
         if missing:
             raise UserError(f"the checkpoint's data state lacks stream {missing[0]} of {self.num_streams}")
-        saved = {v: state_dict.get(f"stream_{v}") for v in range(self.num_streams)}
-        self._begin(Snapshot(row, {v: _stream_state(text) for v, text in saved.items() if text}))
+        streams = {v: state_dict.get(f"stream_{v}") for v in range(self.num_streams)}
+        self._begin(Snapshot(row, {v: _stream_state(text) for v, text in streams.items() if text}))
 
     def _describe(self, tokenizer: BaseTokenizer) -> dict[str, Any]:
         ordering, rule = self._ordering, self._rule
@@ -349,6 +350,8 @@ def _check_numbers(config: DataLoader.Config, *, seq_len: int, local_batch_size:
 def _build_feeds(config: DataLoader.Config, *, tokenizer: BaseTokenizer, seq_len: int) -> list[Feed]:
     if config.sources and config.dataset_path is not None:
         raise UserError("give either dataloader.sources or dataloader.dataset_path, not both")
+    if config.packing == "concatenate":
+        _check_cuts(config)
     feeds = []
     for i, source in enumerate(config.sources or [config]):
         where = f"dataloader.sources[{i}]" if config.sources else "dataloader"
@@ -361,7 +364,9 @@ def _build_feeds(config: DataLoader.Config, *, tokenizer: BaseTokenizer, seq_len
             add_bos=config.add_bos,
             where=f"{where} ({source.dataset})",
         )
-        feeds.append(build_feed(source, context))
+        feed = build_feed(source, context)
+        feed.description["data"] = content_of(source)
+        feeds.append(feed)
     return feeds
 
 
@@ -377,6 +382,16 @@ def _packing_rule(config: DataLoader.Config, *, tokenizer: BaseTokenizer, seq_le
     return PackingRule(
         seq_len=seq_len, packing=packing, long_documents=config.long_documents, pad_id=pad_id if pad_id else 0
     )
+
+
+def _check_cuts(config: DataLoader.Config) -> None:
+    """Refuse to cut what makes no sense in pieces; a data set alone says so itself."""
+    for i, source in enumerate(config.sources):
+        if entry_of(source).keeps_whole and source.dataset != "chat":
+            raise UserError(
+                f"dataloader.sources[{i}] ({source.dataset}): packing = 'concatenate' would cut samples "
+                "(allowed: auto, whole)"
+            )
 
 
 def _ordering(config: DataLoader.Config, feeds: list[Feed]) -> Ordering:

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
 from torchtitan_ext import attention, masks, models
@@ -34,11 +33,7 @@ class _OnGPU(Trainer):
 
     def __init__(self, config: ExtTrainer.Config) -> None:
         config.model.attention = self.kernel  # pyrefly: ignore[bad-assignment]
-        here, utils.device_type = utils.device_type, "cuda"
-        try:
-            spec = models.build_spec(config)
-        finally:
-            utils.device_type = here
+        spec = models.build_spec(config, device_type="cuda")
         kernel.put_in(spec.model, pad_to=1 if self.kernel == "varlen" else BLOCK)
         config.model_spec = _without_data(spec, self.mode)
         # From here on only torchtitan asks for data; the objective has seen where the run's are.

@@ -64,11 +64,27 @@ def fake_world(size: int) -> Generator[None]:
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     # As torchtitan's own initialisation: the backward must see the mesh of this thread.
     torch.autograd.set_multithreading_enabled(False)
+    # Specs of DTensors are cached by a mesh's shape, and would bring back the mesh of an earlier world.
+    _clear_sharding_prop_cache()
     try:
         yield
     finally:
+        _DIMS.clear()
         torch.autograd.set_multithreading_enabled(threads)
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+_DIMS: dict[str, ParallelDims] = {}
+"""The meshes of this world by the degrees; all its steps share them, and what DTensor remembers of them."""
+
+
+def _dims(config: Any, world: int) -> ParallelDims:
+    key = f"{world} {config.parallelism}"
+    if key not in _DIMS:
+        _DIMS[key] = ParallelDims.from_config(config.parallelism, world)
+        _DIMS[key].build_mesh()
+    return _DIMS[key]
 
 
 def synthetic_rows(config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -98,8 +114,7 @@ class PlannedTrainer(ExtTrainer):
         self.tracker = StepTracker(fake=self.fake)
         self.device = torch.device("cpu")
         self.step, self.ntokens_seen = 2, 0
-        self.parallel_dims = ParallelDims.from_config(config.parallelism, world)
-        self.parallel_dims.build_mesh()
+        self.parallel_dims = _dims(config, world)
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         self.objective = models.build_objective(config)
         self.model_config = spec.model
@@ -123,6 +138,7 @@ class PlannedTrainer(ExtTrainer):
         model.train()
         self.model_parts = [model]
         self.head_called_by_chunks = False
+        self._expects_chunks, self._heads = chunks, 0
         if isinstance(self.loss_fn, ChunkedLossWrapper):
             self.loss_fn.set_lm_head(model.lm_head)
             model._skip_lm_head = True
@@ -239,6 +255,10 @@ class PlannedTrainer(ExtTrainer):
                 block.register_forward_hook(end)
 
         def head(module: Any, args: Any) -> None:
+            self._heads += 1
+            # The chunked loss calls its token loss after each chunk.
+            if self._expects_chunks and self._heads == 2 and not self.head_called_by_chunks:
+                raise _CutByObjective
             tracker.part = "head"
             tracker.mark("head")
             if args[0].requires_grad:
@@ -321,8 +341,6 @@ def measure(config: Any, spec: Any, *, world: int, accumulates: bool = False, st
         own = copy.deepcopy(spec)
         if stand_in is not None:
             kernel.put_in(own.model, pad_to=BLOCK if stand_in == "flex" else 1)
-        # Specs of DTensors are cached by a mesh's shape, and would bring back the mesh of an earlier call.
-        _clear_sharding_prop_cache()
         trainer = PlannedTrainer(config, own, world=world, stand_in=stand_in, chunks=chunks)
         return trainer.planned_step(accumulates=accumulates), trainer.head_called_by_chunks
 
@@ -330,11 +348,16 @@ def measure(config: Any, spec: Any, *, world: int, accumulates: bool = False, st
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
         chunked = config.loss.num_chunks > 1 and objective not in _CUTS_ITSELF
-        step, called = run(chunked)
-        if called == chunked:
-            return step
+        with contextlib.suppress(_CutByObjective):  # known in the forward, which saves the backward
+            step, called = run(chunked)
+            if called == chunked:
+                return step
         _CUTS_ITSELF.add(objective)
         return run(False)[0]
+
+
+class _CutByObjective(Exception):
+    """The objective passes the head by chunks itself, so the step was begun with a wrong assumption."""
 
 
 _CUTS_ITSELF: set[type] = set()

@@ -171,12 +171,19 @@ class StepTracker(TorchDispatchMode):
 
     # --- operations --------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under it, and the guard against that takes as long as a small operation."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # asked at least once for every operation
+            return args[0].fake_device
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it becomes operations on its local tensor, which come back here
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if isinstance(func, torch._ops.HigherOrderOperator) or self._foreign(out):
+        if isinstance(func, torch._ops.HigherOrderOperator) or self._foreign(out, args):
             return out
         for tensor in _tensors(out):
             self._known(tensor.untyped_storage())
@@ -189,8 +196,9 @@ class StepTracker(TorchDispatchMode):
             self._computed(func, args, kwargs, out)
         return out
 
-    def _foreign(self, out: Any) -> bool:
-        first = next(_tensors(out), None)
+    def _foreign(self, out: Any, args: Any) -> bool:
+        # Operations in place on lists, such as the optimizer's, give nothing back.
+        first = next(_tensors((out, args)), None)
         return isinstance(first, FakeTensor) and first.fake_mode is not self.fake
 
     def _communicated(self, func: Any, args: Any, out: Any) -> None:
@@ -226,6 +234,9 @@ class StepTracker(TorchDispatchMode):
             work.matmul[self.part] = work.matmul.get(self.part, 0) + flops
         else:
             work.traffic += sum(map(_nbytes, _tensors((args, kwargs)))) + sum(map(_nbytes, _tensors(out)))
+
+
+_DEVICE = torch.ops.prim.device.default
 
 
 @functools.cache
