@@ -5,10 +5,14 @@
     python tools/plan.py mask --kind doubled_blocks --documents 11,5,8 --block-size 4 --png mask.png
     python tools/plan.py mask --kind causal_document --documents 4096
     python tools/plan.py mask --config train_configs/ar/debug.toml --seq-len 2048 --json
+    python tools/plan.py scaling --job.config_file X.toml --vary ranks=2,8 --vary training.seq_len=1024,2048
 
 Without a subcommand (or as `run`): parameters, memory, FLOPs, communication and time of a config on
 --nodes N nodes of [--gpus-per-node 8] --gpu h100|h200|gh200|b200; every other option is the config's,
 as in training, and --assume NAME=VALUE changes an assumed efficiency.
+
+`scaling`: collectives, their bytes and the operations of a step as a key of the config, the number of
+ranks or that of layers grows (--vary KEY=VALUE,VALUE, repeatable; --ranks 8); other options are the config's.
 
 The table (or with --json one JSON object) goes to stdout, everything else to stderr.
 """
@@ -39,6 +43,7 @@ from torchtitan_ext.planning import (
     causal_counts,
     command,
     relative_to_causal,
+    scaling,
 )
 from torchtitan_ext.planning.mask_picture import draw_mask
 from torchtitan_ext.trainer import default_config
@@ -94,12 +99,14 @@ KINDS: dict[str, Kind] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: one subcommand for each thing to plan; `run` is :mod:`planning.command`'s."""
+    """The command line: one subcommand for each thing to plan; `run` is :mod:`planning.command`'s,
+    `scaling` :mod:`planning.scaling`'s."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", help="what a config costs on a cluster", add_help=False)
+    commands.add_parser("scaling", help="collectives and operations of a step as it grows", add_help=False)
     _add_mask(commands.add_parser("mask", help="blocks that attention computes, and a picture of the mask"))
     return parser
 
@@ -124,6 +131,8 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == "run":
         command.run(argv[1:])
+    elif argv and argv[0] == "scaling":
+        scaling.run(argv[1:])
     elif argv and argv[0].startswith("--") and argv[0] != "--help":
         command.run(argv)
     else:

@@ -9,11 +9,15 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torchtitan.models.common.attention import BaseAttention
+from torchtitan.tools import utils
 
 import torchtitan_ext  # noqa: F401
 from tests.paths import ROOT
 from tests.unit.test_train_configs import CLUSTER, FOLDER, header, ids
 from torchtitan_ext import config as front
+from torchtitan_ext import models, train
+from torchtitan_ext.backbones import Backbone
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.planning import fake_run
 from torchtitan_ext.trainer import default_config
@@ -86,6 +90,34 @@ def test_ranks_asked_for_come_before_those_stated_and_these_before_degrees():
     assert ranks(shard=3) == 6
     with pytest.raises(UserError, match="number of ranks is open .* --nodes N or --world-size W"):
         ranks()
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--validate", "--job.config_file", DEBUG, "-h"]])
+def test_help_lists_the_options_that_are_no_keys(argv, capsys, monkeypatch):
+    def parse(argv, *, make_default):
+        raise SystemExit(0)
+
+    monkeypatch.setattr(front, "parse", parse)  # prints the keys, which has a test of its own
+    with pytest.raises(SystemExit):
+        train.run(argv)
+    printed = capsys.readouterr().out
+    for option in ("--job.config_file", "--validate", "--nodes", "--world-size", "--help", train.DEBUG):
+        assert option in printed, option
+
+
+@pytest.mark.parametrize("toml", [DEBUG, str(FOLDER / "llama3" / "debug.toml")])
+def test_a_spec_for_another_device_than_this_one(toml):
+    argv = ["--job.config_file", toml, "--model.attention", "auto"]
+
+    def kernels(**device):
+        spec = models.build_spec(front.parse(argv, make_default=default_config), **device)
+        return {
+            type(c.inner_attention).__qualname__ for _, c, _, _ in spec.model.traverse(BaseAttention.Config)
+        }
+
+    assert len(kernels(device_type="cuda")) == 1
+    assert kernels(device_type="cuda") != kernels(device_type="cpu")
+    assert kernels() == kernels(device_type=utils.device_type)
 
 
 # --- a step ---------------------------------------------------------------------------------
@@ -169,12 +201,6 @@ REFUSED = {
     "band": (FOLDER / "t2mlr" / "debug.toml", ["--t2mlr.end", "9"], 2, "not a band of layers"),
     "core": (FOLDER / "alodlm" / "debug.toml", ["--alodlm.end", "9"], 2, "not a core of layers"),
     "kernel": (FOLDER / "tidar" / "debug.toml", ["--model.attention", "varlen"], 2, "varlen"),
-    "data": (
-        FOLDER / "t2mlr" / "s5_retrieval_lstm.toml",
-        ["--training.local_batch_size", "2"],
-        1,
-        "depends on its data",
-    ),
 }
 
 
@@ -185,6 +211,19 @@ def test_refused_in_one_line(case):
         outcome(*args, toml=toml, ranks=ranks)
     assert "\n" not in str(refused.value)
     assert not dist.is_initialized()
+
+
+def test_a_model_whose_shapes_depend_on_its_data_is_refused(monkeypatch):
+    plain = Backbone.hidden
+
+    def hidden(self, tokens, *args):
+        assert tokens.nonzero().shape[1] == 2
+        return plain(self, tokens, *args)
+
+    monkeypatch.setattr(Backbone, "hidden", hidden)
+    with pytest.raises(UserError, match="depends on its data") as refused:
+        outcome(toml=DEBUG, ranks=1)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
@@ -233,7 +272,7 @@ def test_the_command_ends_with_one_line_and_code_2():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [f for f in CLUSTER if f.stem != "s5_retrieval_lstm"], ids=ids)
+@pytest.mark.parametrize("path", CLUSTER, ids=ids)
 def test_every_cluster_config_makes_a_step_and_fits(path):
     ranks, _ = fake_run.stated_ranks(path.read_text())
     shown = outcome(toml=path, ranks=ranks)

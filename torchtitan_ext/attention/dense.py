@@ -36,6 +36,9 @@ class TiledMask(NamedTuple):
 
     tiles: tuple[Tile, ...]
 
+    whole_B1QK: torch.Tensor
+    """The mask with them, for a compiled forward: one compiled for some tiles would serve no other batch."""
+
 
 class LayerCache(Protocol):
     """What an inner attention needs from a KV cache (``decoding.kv_cache``)."""
@@ -94,7 +97,7 @@ def tiled(allowed_B1QK: torch.Tensor, *, tile: int = TILE) -> TiledMask | None:
         keys = _runs(row, tile=tile, length=k_len)
         allowed = torch.cat([allowed_B1QK[:, :, queries, run] for run in keys], dim=-1)
         tiles.append(Tile(queries, keys, allowed))
-    return TiledMask(tuple(tiles))
+    return TiledMask(tuple(tiles), allowed_B1QK)
 
 
 def _runs(used: list[bool], *, tile: int, length: int) -> tuple[slice, ...]:
@@ -117,6 +120,8 @@ def attend_dense(
     scale: float | None = None,
 ) -> torch.Tensor:
     """Masked attention, [B, N, L, H]; keys and values may have fewer heads (GQA)."""
+    if isinstance(mask_B1LT, TiledMask) and torch.compiler.is_compiling():
+        mask_B1LT = mask_B1LT.whole_B1QK
     if isinstance(mask_B1LT, TiledMask):
         return torch.cat(
             [

@@ -1,7 +1,7 @@
 """An LSTM language model: the recurrent baseline of the synthetic tasks.
 
 Shape suffixes: B = batch, L = sequence length, D = width, M = all tokens of a batch,
-K = layers, S = documents of a batch, V = vocabulary.
+K = layers, S = documents of a batch, P = slots of a row (2L), G = gates of all units, V = vocabulary.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import spmd_types as spmd
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
@@ -25,6 +26,12 @@ from torchtitan_ext.methods.looped.config import Section
 GATES = 4
 """Input, forget, cell and output gate, stacked in one matrix as in ``torch.nn.LSTM``."""
 
+CLOSED = -1e4
+"""Added to a gate's argument it makes the gate zero."""
+
+PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+"""Of a layer, in the order that the kernel takes them."""
+
 
 class Steps(NamedTuple):
     """A packed batch as the steps of a recurrence that starts afresh at each document."""
@@ -36,21 +43,31 @@ class Steps(NamedTuple):
     """How many documents are still running at each step; on the CPU."""
 
 
+def document_starts(positions_BL: torch.Tensor) -> torch.Tensor:
+    """Where a document begins, [B, L]; a row that begins inside a document begins one here."""
+    starts_BL = positions_BL == 0
+    starts_BL[:, 0] = True
+    return starts_BL
+
+
 def document_steps(positions_BL: torch.Tensor) -> Steps:
     """Order the tokens of a packed batch by their place inside their document.
 
-    A row that begins inside a document begins a document here.
+    Shapes depend on the batch's alone until the last line, whose copy is the only wait for the
+    device: the kernel takes the batch sizes from the host.
     """
-    starts_BL = positions_BL == 0
-    starts_BL[:, 0] = True
-    starts_M = starts_BL.flatten()
-    ids_M = torch.cumsum(starts_M.int(), dim=0) - 1
-    first_S = starts_M.nonzero()[:, 0]
-    place_M = torch.arange(ids_M.numel(), device=ids_M.device) - first_S[ids_M]
-    lengths_S = torch.bincount(ids_M)
-    rank_S = torch.argsort(torch.argsort(lengths_S, descending=True, stable=True))
-    order_M = torch.argsort(place_M * first_S.numel() + rank_S[ids_M])
-    return Steps(order_M, torch.bincount(place_M).cpu())
+    starts_M = document_starts(positions_BL).flatten()
+    ids_M = torch.cumsum(starts_M, dim=0) - 1
+    index_M = torch.arange(ids_M.numel(), device=ids_M.device)
+    place_M = index_M - torch.cummax(torch.where(starts_M, index_M, 0), dim=0).values
+    ones_M = torch.ones_like(ids_M)
+    # As many documents, or steps, as tokens at most; the places of those there are not hold zeros.
+    lengths_M = torch.zeros_like(ids_M).scatter_add(0, ids_M, ones_M)
+    running_M = torch.zeros_like(ids_M).scatter_add(0, place_M, ones_M)
+    rank_M = torch.argsort(torch.argsort(lengths_M, descending=True, stable=True))
+    order_M = torch.argsort(place_M * ids_M.numel() + rank_M[ids_M])
+    batch_sizes = running_M.cpu()
+    return Steps(order_M, batch_sizes[: int(batch_sizes.count_nonzero())])
 
 
 class LSTMStack(Module):
@@ -70,8 +87,16 @@ class LSTMStack(Module):
         for name, shape in parameter_shapes(config.layers, config.width).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
-    def forward(self, x_MD: torch.Tensor, steps: Steps) -> torch.Tensor:
-        """Outputs of the last layer for the tokens of a flattened batch, [M, D]."""
+    def forward(self, x_BLD: torch.Tensor, positions_BL: torch.Tensor) -> torch.Tensor:
+        """Outputs of the last layer, [B, L, D]."""
+        if isinstance(x_BLD, FakeTensor):  # it has no numbers to take batch sizes from
+            return self.by_rows(x_BLD, positions_BL)
+        return self.by_documents(x_BLD, positions_BL)
+
+    def by_documents(self, x_BLD: torch.Tensor, positions_BL: torch.Tensor) -> torch.Tensor:
+        """All documents side by side: as many steps as the longest has tokens; waits for the device once."""
+        steps = document_steps(positions_BL)
+        x_MD = x_BLD.flatten(0, 1)
         documents = int(steps.batch_sizes[0])
         zeros_KSD = x_MD.new_zeros(self.layers, documents, self.width)
         weights = [getattr(self, name) for name in parameter_shapes(self.layers, self.width)]
@@ -87,7 +112,37 @@ class LSTMStack(Module):
             False,  # bidirectional
         )
         back_M = torch.argsort(steps.order_M)
-        return stepped_MD[back_M]
+        return stepped_MD[back_M].view_as(x_BLD)
+
+    def by_rows(self, x_BLD: torch.Tensor, positions_BL: torch.Tensor) -> torch.Tensor:
+        """The same with shapes that depend on the batch's alone, in twice the steps of a row.
+
+        A step of its own before each document closes the input, forget and output gates, which
+        empties both states: what follows begins as from zeros.
+        """
+        batch, length, width = x_BLD.shape
+        slots_BL = torch.arange(length, device=x_BLD.device) + torch.cumsum(document_starts(positions_BL), 1)
+        # Slots that hold no token reset; those before a document are among them, the others come last.
+        resets_BP = torch.ones(batch, 2 * length, dtype=x_BLD.dtype, device=x_BLD.device)
+        resets_BP1 = resets_BP.scatter(1, slots_BL, 0.0)[..., None]
+        slots_BLD = slots_BL[..., None].expand(-1, -1, width)
+        h_BPD = x_BLD.new_zeros(batch, 2 * length, width).scatter(1, slots_BLD, x_BLD)
+        zeros_1BD = x_BLD.new_zeros(1, batch, width)
+        closed_G1 = x_BLD.new_tensor([CLOSED, CLOSED, 0.0, CLOSED]).repeat_interleave(width)[:, None]
+        for k in range(self.layers):
+            weight, *others = (getattr(self, f"{name}_l{k}") for name in PARAMETERS)
+            h_BPD, _, _ = torch.lstm(
+                torch.cat([h_BPD, resets_BP1], dim=-1),
+                (zeros_1BD, zeros_1BD),
+                [torch.cat([weight, closed_G1.to(weight)], dim=1), *others],
+                True,  # biases
+                1,  # layer
+                0.0,  # dropout
+                self.training,
+                False,  # bidirectional
+                True,  # batch first
+            )
+        return h_BPD.gather(1, slots_BLD)
 
 
 def parameter_shapes(layers: int, width: int) -> dict[str, tuple[int, ...]]:
@@ -191,8 +246,7 @@ class LSTMModel(BaseModel):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         h_BLD = self.tok_embeddings(tokens)
-        h_MD = self.rnn(h_BLD.flatten(0, 1), document_steps(positions))
-        h_BLD = self.norm(h_MD.view_as(h_BLD))
+        h_BLD = self.norm(self.rnn(h_BLD, positions))
         return h_BLD if self._skip_lm_head else self.lm_head(h_BLD)
 
 
