@@ -3,7 +3,9 @@
     python tools/compare.py bench
     python tools/compare.py bench --only decode --rounds 9 --model-dir ./assets/SmolLM2-135M-Instruct
     python tools/compare.py bench --quick --json bench.json --markdown bench.md
+    python tools/compare.py profile tidar --decode --trace trace.json
     python tools/compare.py lengths RUN1 RUN2 --task group_retrieval --lengths 1:32 --at 16,32 --png out.png
+    python tools/compare.py report RUN1 RUN2 --out report/ --eval eval.json=RUN2
 
 The table goes to stdout, progress to stderr.
 """
@@ -22,16 +24,37 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torchtitan_ext.checkpoint.load import LoadedModel, load_model
 from torchtitan_ext.data.tasks import TASKS
 from torchtitan_ext.errors import UserError, run_cli
-from torchtitan_ext.evaluation import bench, bench_methods, bench_tdlm, plots, tasks
+from torchtitan_ext.evaluation import (
+    bench,
+    bench_decode,
+    bench_methods,
+    bench_system,
+    bench_tdlm,
+    plots,
+    profile,
+    tasks,
+)
+from torchtitan_ext.evaluation.report import command as report_command
 
-BENCHMARKS = {**bench.BENCHMARKS, **bench_methods.BENCHMARKS, **bench_tdlm.BENCHMARKS}
+BENCHMARKS = {
+    **bench.BENCHMARKS,
+    **bench_decode.BENCHMARKS,
+    **bench_methods.BENCHMARKS,
+    **bench_tdlm.BENCHMARKS,
+    **bench_system.BENCHMARKS,
+}
 
-HEADER = ("what", "ours", "peer", "ratio", "rounds", "goal")
+HEADER = ("what", "ours", "peer", "ratio", "rounds", "goal", "state")
+
+STATE = {True: "reached", False: "not reached", None: "-"}
+"""Of a goal."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     _add_bench(commands.add_parser("bench", help="speed, as ratios of one run"))
+    _add_profile(commands.add_parser("profile", help="where a step's or a decoding's time goes"))
     _add_lengths(commands.add_parser("lengths", help="accuracy of several runs on a task, length by length"))
+    _add_report(commands.add_parser("report", help="runs on one page: tables, curves, evaluations, pictures"))
     return parser
 
 
@@ -55,6 +80,11 @@ def _add_lengths(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=run_lengths)
 
 
+def _add_report(command: argparse.ArgumentParser) -> None:
+    report_command.add_arguments(command)
+    command.set_defaults(run=run_report)
+
+
 def _add_bench(command: argparse.ArgumentParser) -> None:
     defaults = bench.Settings()
     add = command.add_argument
@@ -63,9 +93,23 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=defaults.threads, help="CPU threads (default: %(default)s)")
     add("--quick", action="store_true", help="tiny sizes: does it run? The numbers mean nothing")
     add("--model-dir", type=Path, metavar="HF_DIR", help="decode this model instead of random weights")
+    add("--t2mlr-run", type=Path, metavar="CKPT", help="also: when the iterates of this trained run settle")
     add("--json", type=Path, metavar="FILE", help="write everything measured")
     add("--markdown", type=Path, metavar="FILE", help="write the table")
     command.set_defaults(run=run_bench)
+
+
+def _add_profile(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("method", metavar="METHOD", help="such as ar, tidar or t2mlr")
+    add("--decode", action="store_true", help="a decoding instead of a training step")
+    add("--trace", type=Path, metavar="FILE", help="write the events for a trace viewer")
+    add("--top", type=int, default=20, help="operators in the table (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="steps or decodings (default: %(default)s)")
+    add("--threads", type=int, default=bench.Settings().threads, help="CPU threads (default: %(default)s)")
+    add("--shapes", action="store_true", help="a line for each operator and shapes of its inputs")
+    add("--quick", action="store_true", help="tiny sizes: does it run? The numbers mean nothing")
+    command.set_defaults(run=run_profile)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -81,7 +125,11 @@ def main(argv: list[str] | None = None) -> None:
 def run_bench(args: argparse.Namespace) -> None:
     """Measure, print the table, write the files."""
     settings = bench.Settings(
-        rounds=args.rounds, threads=args.threads, quick=args.quick, model_dir=args.model_dir
+        rounds=args.rounds,
+        threads=args.threads,
+        quick=args.quick,
+        model_dir=args.model_dir,
+        t2mlr_run=args.t2mlr_run,
     )
     files = [path for path in (args.json, args.markdown) if path is not None]
     for path in files:  # before minutes of measuring
@@ -100,6 +148,17 @@ def run_bench(args: argparse.Namespace) -> None:
         write(args.json, json.dumps(to_json(report), indent=2) + "\n")
     if args.markdown is not None:
         write(args.markdown, text)
+
+
+def run_profile(args: argparse.Namespace) -> None:
+    """Profile one method, print its operators by self time."""
+    bench.Settings(threads=args.threads)  # refuses what is no number of threads
+    if args.top < 1:
+        raise UserError(f"--top must be at least 1, got {args.top}")
+    names = ("decode", "trace", "repeats", "threads", "shapes", "quick")
+    result = profile.profile(args.method, **{name: getattr(args, name) for name in names})
+    print(aligned(profile.lines(result, top=args.top)))
+    print(f"\n{profile.summary(result)}")
 
 
 def run_lengths(args: argparse.Namespace) -> None:
@@ -140,6 +199,12 @@ def run_lengths(args: argparse.Namespace) -> None:
             length_is=task.length_is,
             title=tasks.describe(task),
         )
+
+
+def run_report(args: argparse.Namespace) -> None:
+    """Write the page and the Markdown, print where they are."""
+    for path in report_command.run(args)[:2]:
+        print(path)
 
 
 def percent(result: tasks.LengthResult) -> str:
@@ -190,6 +255,7 @@ def _cells(row: bench.Row) -> tuple[str, ...]:
         f"{row.ratio:.3f}",
         f"{min(row.ratios):.3f} to {max(row.ratios):.3f}",
         f">= {row.goal:.2f}" if row.goal else "-",
+        STATE[row.reached],
     )
 
 
@@ -203,12 +269,20 @@ def summary(report: bench.Report) -> str:
     rates, settings = report.rates, report.settings
     lines = [
         f"machine: fp32 matrix product {rates.matmul_gflops:.1f} GFLOP/s, copy {rates.copy_gbytes:.1f} GB/s",
-        f"device: {report.device}, {settings.threads} threads; load before {report.load_average[0]:.1f}",
-        "ratio: ours / peer (memory: peer / ours), > 1 is better; "
+        f"device: {report.device}, {settings.threads} threads of {report.cores} cores; "
+        f"load before {report.load_average[0]:.1f}",
+        "ratio: ours / peer (bytes, seconds, passes: peer / ours), > 1 is better; "
         f"median of {settings.rounds} rounds, each A B B A or B A A B",
+        f"goals: {goals(report)}",
         f"versions: {', '.join(f'{name} {version}' for name, version in versions().items())}",
     ]
     return "\n".join(lines)
+
+
+def goals(report: bench.Report) -> str:
+    """How many are reached."""
+    states = [row.reached for row in report.rows if row.reached is not None]
+    return f"{sum(states)} of {len(states)} reached"
 
 
 def versions() -> dict[str, str]:
@@ -219,18 +293,25 @@ def versions() -> dict[str, str]:
 
 def to_json(report: bench.Report) -> dict[str, Any]:
     """The report as plain data, every round's ratio included."""
-    settings = {**asdict(report.settings), "model_dir": str(report.settings.model_dir or "")}
+    settings = {name: _plain(value) for name, value in asdict(report.settings).items()}
     return {
         "settings": settings,
         "versions": versions(),
         "machine": {
             "device": report.device,
+            "cores": report.cores,
+            "threads": report.settings.threads,
+            "torch": torch.__version__,
             **report.rates._asdict(),
             "samples": [rates._asdict() for rates in report.machine],
             "load_average": list(report.load_average),
         },
-        "rows": [{**asdict(row), "ratio": row.ratio} for row in report.rows],
+        "rows": [{**asdict(row), "ratio": row.ratio, "reached": row.reached} for row in report.rows],
     }
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.dual_streams import MASK, build, by_hand, loss_of, open_gate, prepare, rows
+from tests.reference.alodlm import by_hand
+from tests.unit.dual_streams import MASK, build, loss_of, open_gate, prepare, rows
 from torchtitan_ext.methods import alodlm
 from torchtitan_ext.methods.alodlm import Section
 from torchtitan_ext.methods.wedlm.batch import Noise

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.reference.alodlm import by_hand
 from tests.unit.dual_streams import (
     MASK,
     build,
-    by_hand,
     gradients,
     loss_of,
     open_gate,

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import torchtitan_ext  # noqa: F401 - before torchtitan
 from tests.distributed import harness
 from tools import compare
 from torchtitan_ext.errors import UserError
-from torchtitan_ext.evaluation import bench, bench_methods, bench_tdlm
+from torchtitan_ext.evaluation import (
+    bench,
+    bench_cases,
+    bench_decode,
+    bench_memory,
+    bench_methods,
+    bench_reference,
+    bench_system,
+    bench_t2mlr,
+    bench_tdlm,
+)
+from torchtitan_ext.trainer import default_config
 
 
 class Stopwatch:
@@ -104,8 +120,16 @@ def test_table_is_aligned_and_says_everything():
     lines = compare.table(report(row(), row(what="decode, long", ours=12345.67))).split("\n")
     assert len({len(line) for line in lines}) == 1
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["what", "ours", "peer", "ratio", "rounds", "goal"]
-    assert cells[2] == ["train", "3.0 tokens/s", "2.0 tokens/s", "1.500", "0.500 to 4.000", ">= 1.00"]
+    assert cells[0] == ["what", "ours", "peer", "ratio", "rounds", "goal", "state"]
+    assert cells[2] == [
+        "train",
+        "3.0 tokens/s",
+        "2.0 tokens/s",
+        "1.500",
+        "0.500 to 4.000",
+        ">= 1.00",
+        "reached",
+    ]
     assert cells[3][:2] == ["decode, long", "12,345.7 tokens/s"]
     assert all(set(cell) <= {"-", ":"} and len(cell) > 2 for cell in cells[1])
 
@@ -132,6 +156,8 @@ def test_files_hold_the_report(tmp_path, monkeypatch, capsys):
     data = json.loads(files["--json"].read_text())
     assert data["settings"]["rounds"] == 9
     assert data["machine"]["matmul_gflops"] == 20 and len(data["machine"]["samples"]) == 3
+    assert data["machine"]["cores"] >= 1 and data["machine"]["threads"] == 2 and data["machine"]["torch"]
+    assert data["rows"][0]["reached"] is True
     assert data["rows"][0]["ratio"] == 1.5 and data["rows"][0]["ratios"] == [1.5, 0.5, 4.0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.md"]
 
@@ -141,7 +167,7 @@ def test_files_hold_the_report(tmp_path, monkeypatch, capsys):
     [
         (
             ["--only", "trian"],
-            r"unknown benchmark 'trian'; did you mean 'train'\? \(allowed: alodlm, decode, tdlm, tidar, ",
+            r"unknown benchmark 'trian'; did you mean 'train'\? \(allowed: alodlm, block_diffusion, ",
         ),
         (["--rounds", "0"], r"--rounds must be at least 1, got 0"),
         (["--threads", "-1"], r"--threads must be at least 1, got -1"),
@@ -156,41 +182,43 @@ def test_bad_input(arguments, message, tmp_path):
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--model-dir .* has no config\.json"):
-        bench.bench_decode(bench.Settings(model_dir=tmp_path, quick=True))
+        bench_decode.bench_decode(bench.Settings(model_dir=tmp_path, quick=True))
 
 
 def test_different_decodings_are_refused():
-    bench.check_equal_tokens([[1, 2], [3]], [[1, 2], [3]])
+    bench_decode.check_equal_tokens([[1, 2], [3]], [[1, 2], [3]])
     with pytest.raises(RuntimeError, match=r"row 1 from new token 2: \[5\] and \[6\]"):
-        bench.check_equal_tokens([[1], [3, 4, 5]], [[1], [3, 4, 6]])
+        bench_decode.check_equal_tokens([[1], [3, 4, 5]], [[1], [3, 4, 6]])
     with pytest.raises(RuntimeError, match=r"row 0 from new token 1: \[\] and \[2\]"):
-        bench.check_equal_tokens([[1]], [[1, 2]])
+        bench_decode.check_equal_tokens([[1]], [[1, 2]])
 
 
 def test_decode_runs_and_both_sides_agree():
     pytest.importorskip("transformers")
-    rows = bench.bench_decode(bench.Settings(rounds=1, threads=1, quick=True))
-    assert len(rows) == len(bench.DECODE_QUICK.batches)
+    rows = bench_decode.bench_decode(bench.Settings(rounds=1, threads=1, quick=True))
+    assert len(rows) == 2 * len(bench_decode.DECODE_QUICK.batches)
+    assert [row.what.rpartition("/ ")[2] for row in rows[:2]] == ["transformers", "byte floor"]
     assert all(r.ours > 0 and r.peer > 0 and len(r.ratios) == 1 for r in rows)
 
 
 def test_decode_notices_another_model(monkeypatch):
     pytest.importorskip("transformers")
-    honest = bench.our_decoding
+    honest = bench_decode.our_decoding
 
     def wrong(*args, **kwargs):
         run = honest(*args, **kwargs)
         return lambda: [[*tokens[:-1], tokens[-1] + 1] for tokens in run()]
 
-    monkeypatch.setattr(bench, "our_decoding", wrong)
+    monkeypatch.setattr(bench_decode, "our_decoding", wrong)
     with pytest.raises(RuntimeError, match="decodings differ in row 0 from new token 7"):
-        bench.bench_decode(bench.Settings(rounds=1, threads=1, quick=True))
+        bench_decode.bench_decode(bench.Settings(rounds=1, threads=1, quick=True))
 
 
 def test_train_runs_both_trainers():
     # In a process of its own: torchtitan changes the process it runs in.
     [rows] = harness.run(bench.bench_train, world=1, settings=bench.Settings(rounds=1, threads=1, quick=True))
-    [measured] = rows
+    measured, floor = rows
+    assert floor.unit == "GFLOP/s" and not floor.goal and floor.note
     assert measured.ours > 0 and measured.peer > 0 and len(measured.ratios) == 1
 
 
@@ -208,22 +236,49 @@ def other_size() -> str:
 
 
 @pytest.mark.parametrize("method", sorted(bench_methods.BENCHMARKS))
-def test_a_method_is_measured_against_ar(method):
-    """Time and peak memory of both sides; twice the positions cannot be free."""
+def test_a_method_is_measured_against_ar_the_floors_and_the_obvious_way(method):
+    """Training, peak memory and decoding; the obvious way decodes the same tokens."""
     rows = bench_methods.BENCHMARKS[method](bench.Settings(rounds=1, threads=1, quick=True))
-    assert [row.unit for row in rows] == ["tokens/s", "MiB"]
-    assert rows[0].what == f"train 6 x 256, batch 2 x 32: {method} / ar"
-    assert 0 < rows[0].goal < 0.6  # two positions for each token at least
-    assert rows[1].ours > rows[1].peer > 0 and rows[1].ratio == rows[1].peer / rows[1].ours
+    shape = "6 x 256, batch 2 x 32"
+    heads = [f"train {shape}: {method} / ar", f"train {shape}: {method} / FLOP floor"]
+    heads += [f"peak memory of a step, {shape}: {method} / ar"]
+    heads += [f"decode 3 x 64, 1 x 4+4: {method} / {peer}" for peer in ("ar", "byte floor")]
+    assert [row.what for row in rows[:5]] == heads
+    assert [row.unit for row in rows[:3]] == ["tokens/s", "GFLOP/s", "MiB"]
+    assert all(row.ours > 0 and row.peer > 0 and row.ratios and row.values for row in rows)
+    passes = {"mdlm": 1.0, "looped": 4 / 3, "t2mlr": 1.5}.get(method, 2.0)  # of the layers, at least
+    assert 0 < rows[0].goal <= 1 / passes
+    assert rows[2].ratio == rows[2].peer / rows[2].ours
+    twins = [row for row in rows if row.what.endswith("the obvious way")]
+    kinds = {"mdlm": ["decode"], "looped": ["decode"]}.get(method, ["loss", "decode"])
+    assert [row.what.split()[0] for row in twins] == kinds
+    assert twins[-1].note.startswith("both decode the same tokens")
+
+
+def test_tidars_forward_is_measured_with_a_goal_and_its_step_without(monkeypatch):
+    forward, step = bench_decode.tidar_forward(bench.Settings(rounds=1, threads=1, quick=True))
+    assert forward.what == "decoding forward 3 x 64, 12 tokens after 8: tidar / ar"
+    assert forward.goal == pytest.approx(1 / 1.15) and not step.goal
+
+
+def test_more_passes_take_no_more_memory_at_a_large_vocabulary():
+    [grown] = bench_memory.alodlm_growth(bench.Settings(rounds=1, threads=1, quick=True))
+    assert grown.reached and grown.ours > 0 and "2 MiB more" in grown.note
+
+
+def test_without_the_obvious_implementations_one_line_says_so(monkeypatch):
+    with pytest.raises(UserError, match=r"needs tests/reference of a checkout"):
+        bench_reference.reference("nothing_of_the_kind")
 
 
 def test_tdlm_is_measured_against_its_backbone():
     """Both sides of every row do work, and the bytes are the formula's."""
     rows = bench_tdlm.bench_tdlm(bench.Settings(rounds=1, threads=1, quick=True))
     heads = ["decoding forward"] * 2 + ["decode"] + ["train"] * 2 + ["temporal cache"] * 2
+    heads += ["decode", "train"]
     assert all(row.what.startswith(f"{head} 4 x 64") for row, head in zip(rows, heads, strict=True))
     assert all(row.ours > 0 and row.peer > 0 and len(row.ratios) == 1 for row in rows)
-    held, buffers = rows[-2:]
+    held, buffers = rows[-4:-2]
     assert held.ratio == 1.0 and held.peer * 2**20 == 2 * 8 * 3 * 2 * 4 * 8 * 4
     assert buffers.ours >= held.ours and buffers.note
     assert rows[3].note in compare.notes(report(*rows)) and compare.notes(report(row())) == ""
@@ -248,9 +303,7 @@ def test_the_plain_training_step_reaches_as_deep_as_the_temporal_modules():
 
 
 def test_peak_bytes_counts_what_is_alive_at_once():
-    import torch
-
-    counter = bench_methods.PeakBytes()
+    counter = bench_memory.PeakBytes()
     kept = torch.zeros(100)
     counter.see(kept)
     with counter:
@@ -261,3 +314,130 @@ def test_peak_bytes_counts_what_is_alive_at_once():
             del a, b, view
     assert counter.peak == 4 * (100 + 2000)
     assert counter.now == 4 * 100
+
+
+def test_three_sides_go_there_and_back():
+    clock = Stopwatch()
+    sides = [clock.work(name, tokens=6, seconds=[9, 1, 2, 3, 3]) for name in "ABC"]
+    rates = bench.interleave(sides, rounds=2, clock=clock)
+    assert clock.order == "ABC" + "ABCCBA" + "CBAABC"
+    assert rates == [[12 / 3, 12 / 6]] * 3
+
+
+def test_a_goal_is_reached_by_the_median():
+    assert row(goal=1.5).reached is True and row(goal=1.6).reached is False and row(goal=0.0).reached is None
+    assert compare.goals(report(row(goal=1.0), row(goal=2.0), row(goal=0.0))) == "1 of 2 reached"
+    less = bench.row_of_once("x", 2.0, 3.0, unit="s", goal=1.5)
+    assert less.ratio == 1.5 and less.reached and less.values == [(2.0, 3.0)]
+    floor = bench.floor_row("x", [2e9, 4e9], [4e9, 4e9], unit="GB/s", note="n")
+    assert (floor.ours, floor.peer, floor.ratios) == (3.0, 4.0, [0.5, 1.0])
+
+
+def test_work_of_the_machine_says_how_much_it_was():
+    assert bench.product(quick=True)() == 2 * 128**3
+    assert bench.copying(quick=True)() == 2 * 4 * 2**16
+
+
+def test_bytes_of_a_decoding_count_what_passes_repeat():
+    size = bench_reference.QUICK
+    plain = bench_cases.build("ar", size)
+    once = sum(p.nbytes for p in plain.parameters()) - plain.tok_embeddings.weight.nbytes
+    assert bench_decode.weight_bytes(plain) == once
+    model = bench_cases.build("looped", size, loops=3)
+    run = bench_cases.decoding("looped", model, [[1, 2]], new_tokens=2)()
+    core = sum(p.nbytes for p in model.core.layers.parameters())
+    assert bench_decode.forward_bytes("looped", model, run) == run.forwards * (once + 2 * core)
+
+
+def test_data_is_a_part_of_the_step():
+    [waiting] = bench_system.bench_data(bench.Settings(rounds=1, threads=1, quick=True))
+    assert waiting.goal == 50 and len(waiting.ratios) == 4
+    assert all(0 < ours < peer for ours, peer in waiting.values)
+
+
+def test_conversions_are_measured_with_their_memory():
+    rows = bench_system.bench_convert(bench.Settings(rounds=1, threads=1, quick=True))
+    assert [row.unit for row in rows[:2]] == ["MiB/s"] * 2
+    assert all(row.ours > 0 and row.peer > 0 for row in rows[:2]) and {row.goal for row in rows[:2]} == {0.5}
+    assert all(row.unit == "MiB" and row.peer == 0.5 for row in rows[2:])
+
+
+def test_the_start_is_measured_to_the_first_steps_line():
+    [started] = bench_system.bench_start(bench.Settings(quick=True))
+    assert started.what == "start to first step of ar/debug.toml: ours / 20 s" and started.ours > 0
+    script = "import time; print('step: 10'); print('\\x1b[31mstep:  1  loss'); time.sleep(60)"
+    assert bench_system.seconds_to_first_step([sys.executable, "-c", script]) > 0
+    with pytest.raises(RuntimeError, match="before its first step: bad input"):
+        bench_system.seconds_to_first_step([sys.executable, "-c", "print('bad input')"])
+
+
+class Core:
+    """A core whose iterates settle after so many passes, whatever the tolerance."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(convergence_tol=0.0)
+        self.statistics: dict = {}
+
+
+class Settling(torch.nn.Module):
+    """Logits that are worse the earlier the iterates are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+
+    def get_attention_masks(self, positions):
+        return None
+
+    def forward(self, tokens, positions, masks):
+        tolerance = self.core.config.convergence_tol
+        used = 16.0 if tolerance < 0.02 else 10.0 if tolerance < 0.2 else 5.0
+        self.core.statistics["t2mlr/iterates/mean"] = torch.tensor(used)
+        logits = torch.zeros(*tokens.shape, 512)
+        logits[..., 0] += 0.0 if used >= 10 else 5.0
+        return logits
+
+
+def test_the_tolerance_that_saves_most_and_keeps_the_loss(monkeypatch):
+    config = default_config({"name": "t2mlr"})
+    config.dataloader.dataset = "group_retrieval"
+    config.dataloader.task.fixed_length = 4
+    loaded = SimpleNamespace(model=Settling(), method="t2mlr", config=config)
+    monkeypatch.setattr(bench_t2mlr, "load_model", lambda path, device: loaded)
+    passes, loss = bench_t2mlr.convergence(Path("run"), quick=True)
+    assert "convergence_tol 0.1 / off" in passes.what
+    assert (passes.ours, passes.peer) == (11, 17) and passes.reached and passes.goal == pytest.approx(1 / 0.7)
+    assert loss.ours == 0 and loss.reached
+    assert loaded.model.core.config.convergence_tol == 0.0
+    loaded.method = "ar"
+    with pytest.raises(UserError, match=r"is a run of 'ar' \(allowed: t2mlr\)"):
+        bench_t2mlr.convergence(Path("run"))
+    loaded.method, config.dataloader.dataset = "t2mlr", "stdlib"
+    with pytest.raises(UserError, match="trained on 'stdlib'"):
+        bench_t2mlr.convergence(Path("run"))
+
+
+def test_a_forward_for_each_block_is_the_doubled_forward():
+    """The obvious way of the training comparisons: the same logits as the doubled mask."""
+    doubled = bench_reference.reference("doubled")
+    for method, layout in (
+        ("tidar", {}),
+        ("block_diffusion", {"clean": "block"}),
+        ("wedlm", {"block": "causal"}),
+    ):
+        model = bench_cases.build(method, bench_reference.QUICK)
+        tokens, positions = torch.randint(0, 500, (1, 40)), torch.arange(20).repeat(2)[None]
+        want = model(tokens, positions, model.get_attention_masks(positions))
+        got = doubled.logits(model, tokens, positions, block_size=bench_cases.BLOCK, **layout)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_the_rise_of_memory_does_not_hide_behind_what_was_freed():
+    kept = [torch.ones(2**18) for _ in range(40)]
+    del kept
+    rises: list[int] = []
+    with bench_system.rise_of_memory(rises):
+        used = [torch.ones(2**18) for _ in range(20)]
+        threading.Event().wait(0.2)
+    assert not rises or 0.8 * 20 <= rises[0] / 2**20 < 40
+    del used

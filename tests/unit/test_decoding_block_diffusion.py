@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference import block_diffusion as reference
 from torchtitan_ext import backbones
 from torchtitan_ext.decoding import SamplingParams, autoregressive
 from torchtitan_ext.decoding.block_diffusion import (
@@ -50,57 +51,11 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(MASK, (n,), generator=generator).tolist() for n in lengths]
 
 
-def dense_logits(model, known: dict[int, int], start: int, end: int, *, size: int, clean: str):
-    """Logits [end, V] of the definition: clean tokens, then one active block; nothing is cached."""
-    allowed = torch.zeros(end, end, dtype=torch.bool)
-    for query in range(end):
-        for key in range(end):
-            if query >= start:
-                allowed[query, key] = True
-            elif clean == "causal":
-                allowed[query, key] = key <= query
-            else:
-                allowed[query, key] = key // size <= query // size and key < start
-    tokens = torch.tensor([[known.get(i, MASK) for i in range(end)]])
-    positions = torch.arange(end).clamp(max=model.config.max_seq_len - 1)[None]
-    return model(tokens, positions, allowed[None, None])[0]
-
-
-@torch.no_grad()
-def slow(model, prompt, *, new, size, policy, count=1, threshold=0.9, clean="causal", stop=()):
-    """Greedy tokens, and the slots that each forward reveals."""
-    known, length = dict(enumerate(prompt)), len(prompt) + new
-    steps: list[list[int]] = []
-    while True:
-        first = len([i for i in range(length) if all(j in known for j in range(i + 1))])
-        text = [known[i] for i in range(len(prompt), first)]
-        ends = [i for i, token in enumerate(text) if token in stop]
-        if ends or first == length:
-            return (text[: ends[0] + 1] if ends else text), steps
-        block = first // size
-        start, end = block * size, min((block + 1) * size, length)
-        if clean == "causal":
-            start = max(start, len(prompt))
-        if clean == "causal" and policy == "left_to_right":
-            start, end = first, first + size
-        logits = dense_logits(model, known, start, end, size=size, clean=clean)
-        logits[:, MASK] = -math.inf
-        best = logits.softmax(-1).max(-1)
-        masked = [i for i in range(start, end) if i not in known]
-        by_confidence = sorted(masked, key=lambda i: float(best.values[i]), reverse=True)
-        picked = {
-            "confidence": by_confidence[:count],
-            "threshold": [i for i in masked if best.values[i] > threshold] or by_confidence[:1],
-            "left_to_right": [i for i in masked if i < length][:count],
-        }[policy]
-        for i in picked:
-            known[i] = int(best.indices[i])
-        steps.append(sorted(picked))
-
-
 def check_against_twin(model, prompt, *, new, size, policy, count, threshold, clean, stop=()):
     options = {"policy": policy, "threshold": threshold, "clean": clean}
-    tokens, steps = slow(model, prompt or [7], new=new, size=size, count=count, stop=set(stop), **options)
+    tokens, steps = reference.decode(
+        model, prompt or [7], mask_id=MASK, new=new, size=size, count=count, stop=set(stop), **options
+    )
     seen: list[tuple] = []
     result = generate(
         model,
@@ -264,7 +219,7 @@ def test_left_to_right_does_not_depend_on_the_budget_and_may_fill_the_context():
     options = {"mask_id": MASK, "block_size": 8, "policy": "left_to_right", "tokens_per_forward": 3}
     whole = generate(model, [prompt], max_new_tokens=12, **options)[0]
     assert len(whole.tokens) == CONTEXT and whole.forwards == 4
-    tokens, _ = slow(model, prompt, new=12, size=8, policy="left_to_right", count=3)
+    tokens, _ = reference.decode(model, prompt, mask_id=MASK, new=12, size=8, policy="left_to_right", count=3)
     assert whole.new_tokens == tokens
     for new in (1, 4, 11):
         assert generate(model, [prompt], max_new_tokens=new, **options)[0].new_tokens == tokens[:new]
@@ -275,7 +230,10 @@ def test_a_model_of_another_attention_kind_can_be_decoded():
     prompt = random_prompts(5)[0]
     model = random_model("llada-debug")
     result = generate(model, [prompt], max_new_tokens=8, mask_id=MASK, block_size=4, policy="confidence")
-    assert result[0].new_tokens == slow(model, prompt, new=8, size=4, policy="confidence")[0]
+    assert (
+        result[0].new_tokens
+        == reference.decode(model, prompt, mask_id=MASK, new=8, size=4, policy="confidence")[0]
+    )
 
 
 def test_the_mask_token_is_never_chosen():
@@ -318,7 +276,9 @@ def test_sampled_text_follows_the_models_distribution():
         sampling=params,
     )
     drawn = [row.new_tokens[0] for row in result]
-    logits = dense_logits(model, dict(enumerate(prompt)), 3, 4, size=4, clean="causal")[3:]
+    logits = reference.dense_logits(
+        model, dict(enumerate(prompt)), 3, 4, size=4, clean="causal", mask_id=MASK
+    )[3:]
     logits[:, MASK] = -math.inf
     top = (logits[0] / 1.5).topk(4)
     for token, p in zip(top.indices.tolist(), top.values.softmax(-1).tolist(), strict=True):
@@ -363,7 +323,7 @@ def test_a_stop_token_counts_only_once_everything_left_of_it_is_known():
     options = {"max_new_tokens": 8, "mask_id": MASK, "block_size": 8, "policy": "confidence"}
     late = 0
     for prompt in random_prompts(*[8] * 12, seed=4):
-        tokens, steps = slow(model, prompt, new=8, size=8, policy="confidence")
+        tokens, steps = reference.decode(model, prompt, mask_id=MASK, new=8, size=8, policy="confidence")
         order = [slot - 8 for (slot,) in steps]
         for stop in set(tokens):
             cut = tokens.index(stop) + 1

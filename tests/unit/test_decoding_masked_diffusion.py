@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference import masked_diffusion as reference
 from torchtitan_ext import backbones
 from torchtitan_ext.decoding import SamplingParams
 from torchtitan_ext.decoding.masked_diffusion import Rules, entropies, generate
@@ -47,43 +48,6 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(MASK, (n,), generator=generator).tolist() for n in lengths]
 
 
-@torch.no_grad()
-def slow(
-    model, prompt, *, new, size, policy, tau, prediction="own", comparison="strict", stop=(), bonus=None
-):
-    """Greedy: response, the forward that revealed each token, its confidence, and the new tokens."""
-    start, length = len(prompt), len(prompt) + new
-    row = [*prompt, *[MASK] * new]
-    steps, confidence = [None] * new, [None] * new
-    everything = torch.ones(1, 1, length, length, dtype=torch.bool)
-    for forward in range(1, new + 1):
-        logits = model(torch.tensor([row]), torch.arange(length)[None], everything)[0]
-        if prediction == "shifted":
-            logits = torch.cat([logits[:1], logits[:-1]])
-        if bonus is not None:
-            logits = logits + (forward - 1) * bonus
-        logits[:, MASK] = -math.inf
-        probs = logits.softmax(-1)
-        entropy = torch.distributions.Categorical(probs=probs).entropy()
-        masked = [p for p in range(start, length) if row[p] == MASK]
-        block = (masked[0] - start) // size
-        masked = [p for p in masked if (p - start) // size == block]
-        value = -entropy if policy == "entropy" else probs.max(-1).values
-        bar = -tau if policy == "entropy" else tau
-        chosen = [p for p in masked if value[p] > bar or (comparison == "inclusive" and value[p] == bar)]
-        if policy == "one_token" or not chosen:
-            chosen = [max(masked, key=lambda p: (float(value[p]), -p))]
-        for p in chosen:
-            row[p] = int(probs[p].argmax())
-            steps[p - start], confidence[p - start] = forward, float(probs[p].max())
-        text = row[start : row.index(MASK)] if MASK in row else row[start:]
-        ends = [i for i, token in enumerate(text) if token in stop]
-        if ends or MASK not in row:
-            response = [None if t == MASK else t for t in row[start:]]
-            return response, steps, confidence, text[: ends[0] + 1] if ends else text
-    raise AssertionError("every forward reveals a token")
-
-
 def check_trace(trace, response, steps, confidence):
     assert trace["tokens"] == response and trace["steps"] == steps
     assert trace["forwards"] == max(s for s in steps if s is not None)
@@ -107,7 +71,9 @@ def test_equals_the_definition(flavor, rule, comparison, length, new, size, stop
     model, prompt = random_model(flavor), random_prompts(length, seed=seed)[0]
     prediction = "shifted" if flavor.startswith("dream") else "own"
     options = {"policy": rule[0], "tau": rule[1], "prediction": prediction, "comparison": comparison}
-    response, steps, confidence, text = slow(model, prompt, new=new, size=size, stop=stop, **options)
+    response, steps, confidence, text = reference.decode(
+        model, prompt, mask_id=MASK, new=new, size=size, stop=stop, **options
+    )
     result = generate(
         model, [prompt], max_new_tokens=new, mask_id=MASK, block_size=size, stop_ids=stop, **options
     )
@@ -407,8 +373,8 @@ def test_memory_sees_every_forward_and_every_reveal(rule, lengths, size, stop, s
         **options,
     )
     for row, trace, prompt in zip(result, result.extra["traces"], rows, strict=True):
-        response, steps, confidence, text = slow(
-            random_model(), prompt, new=8, size=size, stop=stop, bonus=BONUS, **options
+        response, steps, confidence, text = reference.decode(
+            random_model(), prompt, mask_id=MASK, new=8, size=size, stop=stop, bonus=BONUS, **options
         )
         assert row.new_tokens == text
         check_trace(trace, response, steps, confidence)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_t2mlr_model import build, logits, sequential
+from tests.reference import t2mlr as reference
+from tests.unit.test_t2mlr_model import build, logits
 from torchtitan_ext.decoding.sampling import SamplingParams
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.methods.t2mlr.decode import decode
@@ -17,19 +18,11 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def greedy_by_recomputation(model, prompt: list[int], count: int) -> list[int]:
-    """No cache at all: the exact recurrence over everything, for every new token."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(sequential(model, torch.tensor([tokens]))[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
 @pytest.mark.parametrize("flavor", ["smollm2-debug", "qwen2_5-debug", "qwen3-debug"])
 def test_cached_decoding_equals_recomputation(flavor):
     model = build(flavor).eval()
     prompt = prompt_of(7, 0)
-    expected = greedy_by_recomputation(model, prompt, 8)
+    expected = reference.decode(model, prompt, new=8)
     assert decode(model, [prompt], max_new_tokens=8, prefill="exact")[0].new_tokens == expected
 
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.reference.t2mlr import sequential
 from torchtitan_ext import backbones, initialization
-from torchtitan_ext.attention import CachedAttention
-from torchtitan_ext.decoding.kv_cache import KVCache
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.methods.t2mlr import Section, model_registry, recurrence
 from torchtitan_ext.methods.t2mlr.model import passes_of
@@ -55,23 +54,6 @@ def tokens_for(positions: torch.Tensor, seed: int = 0) -> torch.Tensor:
 
 def logits(model, tokens, positions):
     return model(tokens, positions, model.get_attention_masks(positions))
-
-
-@torch.no_grad()
-def sequential(model, tokens: torch.Tensor) -> torch.Tensor:
-    """Exact recurrence, token by token, written from Eq. 2.3 and 2.4 with a KV cache."""
-    cache = KVCache(tokens.shape[0], capacity=tokens.shape[1])
-    previous = torch.zeros(tokens.shape[0], 1, model.config.dim)
-    outputs = []
-    for t in range(tokens.shape[1]):
-        positions, masks = cache.positions(1), cache.attend(1)
-        assert isinstance(masks, CachedAttention)
-        h = model.prelude(tokens[:, t : t + 1], positions, masks)
-        h_end = model.core.run(model.core.fusion(h, previous), masks, positions)
-        outputs.append(model.lm_head(model.coda(h_end, positions, masks)))
-        previous = model.core.cache(h_end, previous)
-        cache.advance(1)
-    return torch.cat(outputs, dim=1)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

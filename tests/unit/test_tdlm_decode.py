@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference import tdlm as reference
 from tests.unit.test_tdlm_model import build, plain
 from torchtitan_ext.backbones import SIZES
 from torchtitan_ext.decoding.masked_diffusion import generate
@@ -160,34 +161,6 @@ def traces(generation):
     return [(t["tokens"], t["steps"]) for t in generation.extra["traces"]]
 
 
-@torch.no_grad()
-def by_replay(model, prompt, *, new, size, tau, window):
-    """Threshold decoding without a memory: every forward computes all earlier states again, in parallel."""
-    from torchtitan_ext.methods.tdlm.temporal import States
-
-    start, row = len(prompt), [*prompt, *[MASK] * new]
-    past, steps = [], [0] * new
-    back = 1 if model.config.prediction == "shifted" else 0
-    shown = model.config.window
-    while MASK in row:
-        past.append(list(row))
-        tokens = torch.tensor(past)
-        masked = tokens == MASK
-        states = States(masked, (~masked[:, start:]).sum(1), len(past))
-        positions = torch.arange(len(row)).expand(len(past), -1)
-        model.config.window = window
-        logits = model(tokens, positions, model.get_attention_masks(positions), temporal=states)[-1]
-        model.config.window = shown
-        logits[:, MASK] = -torch.inf
-        best, token = logits.softmax(-1).max(-1)
-        places = [p for p in range(start, len(row)) if row[p] == MASK]
-        places = [p for p in places if (p - start) // size == (places[0] - start) // size]
-        sure = [p for p in places if best[p - back] > tau]
-        for p in sure or [max(places, key=lambda p: float(best[p - back]))]:
-            row[p], steps[p - start] = int(token[p - back]), len(past)
-    return row[start:], steps
-
-
 @given(
     flavor=st.sampled_from(["llada-debug", "dream-debug"]),
     moved=st.booleans(),
@@ -202,7 +175,7 @@ def test_decoding_equals_a_replay_of_all_earlier_states(flavor, moved, window, t
     model = tiny(flavor, shift=shift)
     (prompt,) = prompts(5, seed=seed)
     got = decode(model, [prompt], max_new_tokens=10, tau=tau, window=window)
-    want = by_replay(model, prompt, new=10, size=4, tau=tau, window=window)
+    want = reference.decode(model, prompt, new=10, size=4, mask_id=MASK, tau=tau, window=window)
     assert traces(got) == [want]
 
 

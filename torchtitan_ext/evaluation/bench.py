@@ -11,7 +11,6 @@ A benchmark is a function from :class:`Settings` to rows; a new one is a line in
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import statistics
@@ -19,13 +18,12 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.models.common.config_utils import decoder_vocab_size
@@ -33,8 +31,6 @@ from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
 from torchtitan_ext import attention, backbones, masks, models
-from torchtitan_ext.checkpoint.load import load_model
-from torchtitan_ext.decoding import decoder_for
 from torchtitan_ext.errors import UserError, unknown
 from torchtitan_ext.trainer import ExtTrainer, default_config
 
@@ -44,16 +40,13 @@ GOAL = 1.0
 Work = Callable[[], int]
 """Does a fixed amount of work, finished when it returns, and says how many tokens that was."""
 
-Tokens = Callable[[], list[list[int]]]
-"""Decodes and gives the new tokens of each row."""
-
 
 @dataclass(kw_only=True, slots=True)
 class Settings:
     """What a benchmark may be told."""
 
-    rounds: int = 5
-    """Rounds of four measurements, two for each side."""
+    rounds: int = 3
+    """Rounds, in each of which every side is measured twice."""
 
     threads: int = 2
     """CPU threads of both sides."""
@@ -63,6 +56,9 @@ class Settings:
 
     model_dir: Path | None = None
     """Hugging Face folder for the decoding benchmark; None: random weights of SmolLM2-135M's size."""
+
+    t2mlr_run: Path | None = None
+    """A trained T2MLR run on a synthetic task, to measure when its iterates settle."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "threads"):
@@ -95,10 +91,18 @@ class Row:
     note: str = ""
     """What else a reader must know; stands below the table."""
 
+    values: list[tuple[float, float]] = field(default_factory=list)
+    """Ours and the peer's value in every round."""
+
     @property
     def ratio(self) -> float:
         """Median over the rounds; not the ratio of the medians, which the machine's load may skew."""
         return statistics.median(self.ratios)
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the goal is reached; None: nothing is asked."""
+        return self.ratio >= self.goal if self.goal else None
 
 
 # --- measuring -------------------------------------------------------------------------
@@ -111,26 +115,40 @@ class Round(NamedTuple):
     peer: float
 
 
+def interleave(
+    sides: Sequence[Work], *, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
+    """Rates of every side in each round, [side][round], after one unmeasured turn of each.
+
+    A round is A B C C B A, so that a load that rises or falls evenly cancels, and every second
+    round C B A A B C, so that no side always follows another.
+    """
+    for side in sides:
+        side()
+    forth = list(range(len(sides)))
+    rates: list[list[float]] = [[] for _ in sides]
+    for index in range(rounds):
+        order = forth if index % 2 == 0 else forth[::-1]
+        done, seconds = [0] * len(sides), [0.0] * len(sides)
+        for at in (*order, *order[::-1]):
+            begin = clock()
+            done[at] += sides[at]()
+            seconds[at] += clock() - begin
+        for at, rate in enumerate(rates):
+            rate.append(done[at] / seconds[at])
+    return rates
+
+
 def alternate(
     ours: Work, peer: Work, *, rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[Round]:
-    """Rates of both sides in each round, after one unmeasured turn of each.
+    """Rates of two sides in each round, A B B A, then B A A B."""
+    return pairs(*interleave((ours, peer), rounds=rounds, clock=clock))
 
-    A round is A B B A, so that a load that rises or falls evenly cancels, and every second
-    round B A A B, so that neither side always follows the other.
-    """
-    for side in (ours, peer):
-        side()
-    result = []
-    for index in range(rounds):
-        order = (ours, peer, peer, ours) if index % 2 == 0 else (peer, ours, ours, peer)
-        tokens, seconds = {ours: 0, peer: 0}, {ours: 0.0, peer: 0.0}
-        for side in order:
-            begin = clock()
-            tokens[side] += side()
-            seconds[side] += clock() - begin
-        result.append(Round(tokens[ours] / seconds[ours], tokens[peer] / seconds[peer]))
-    return result
+
+def pairs(ours: Sequence[float], peer: Sequence[float]) -> list[Round]:
+    """The rates of two of several interleaved sides."""
+    return [Round(*both) for both in zip(ours, peer, strict=True)]
 
 
 def row_of(
@@ -145,7 +163,61 @@ def row_of(
         ratios=[r.ours / r.peer for r in rounds],
         goal=goal,
         note=note,
+        values=[tuple(r) for r in rounds],
     )
+
+
+def row_of_once(
+    what: str, ours: float, peer: float, *, unit: str, goal: float = 0.0, note: str = "", least: float = 1e-12
+) -> Row:
+    """A row of one measurement of each side in which less is better."""
+    return Row(
+        what=what,
+        ours=ours,
+        peer=peer,
+        unit=unit,
+        ratios=[peer / max(ours, least)],
+        goal=goal,
+        note=note,
+        values=[(ours, peer)],
+    )
+
+
+def floor_row(
+    what: str, done: Sequence[float], floor: Sequence[float], *, unit: str, note: str, scale: float = 1e9
+) -> Row:
+    """What a side does a second against what the machine does a second, in the rounds of one run."""
+    rounds = pairs([rate / scale for rate in done], [rate / scale for rate in floor])
+    return row_of(what, rounds, unit=unit, goal=0.0, note=note)
+
+
+def product(*, quick: bool = False) -> Work:
+    """fp32 matrix products; how many FLOPs they were."""
+    size, times = (128, 1) if quick else (1024, 16)
+    a_NN, b_NN = torch.randn(2, size, size, device=utils.device_type)
+
+    def run() -> int:
+        for _ in range(times):
+            a_NN @ b_NN
+        utils.device_module.synchronize()
+        return times * 2 * size**3
+
+    return run
+
+
+def copying(*, quick: bool = False) -> Work:
+    """Copies of memory that no cache holds; how many bytes they read and wrote."""
+    count, times = (2**16, 1) if quick else (2**25, 8)
+    source = torch.ones(count, device=utils.device_type)
+    target = torch.empty_like(source)
+
+    def run() -> int:
+        for _ in range(times):
+            target.copy_(source)
+        utils.device_module.synchronize()
+        return times * 2 * source.nbytes
+
+    return run
 
 
 @contextmanager
@@ -248,18 +320,36 @@ def bench_train(settings: Settings) -> list[Row]:
         try:
             same("number of parameters", parameter_count(ours), parameter_count(peer))
             with cpu_threads(settings.threads):
-                rounds = alternate(training_step(ours), training_step(peer), rounds=settings.rounds)
+                sides = training_step(ours), training_step(peer), product(quick=settings.quick)
+                mine, theirs, floor = interleave(sides, rounds=settings.rounds)
+            per_token = flops_per_token(ours)
             same("data", ours.dataloader.state_dict(), peer.dataloader.state_dict())
         finally:
             for trainer in (ours, peer):
                 trainer.close()
-    what = f"train {OURS.n_layers} x {OURS.dim}, batch {size.batch} x {size.seq_len}: ar / torchtitan llama3"
-    return [row_of(what, rounds)]
+    what = f"train {OURS.n_layers} x {OURS.dim}, batch {size.batch} x {size.seq_len}: ar / "
+    return [
+        row_of(what + "torchtitan llama3", pairs(mine, theirs)),
+        floor_row(what + "FLOP floor", [per_token * x for x in mine], floor, unit="GFLOP/s", note=FLOP_NOTE),
+    ]
 
 
-def training_step(trainer: Trainer) -> Work:
-    """One turn of the loop of ``Trainer.train``, without checkpoints and validation."""
-    data = trainer.batch_generator(trainer.dataloader)
+FLOP_NOTE = "FLOPs as MFU counts them, against the machine's fp32 matrix product in the same rounds"
+
+
+def flops_per_token(trainer: Trainer) -> int:
+    """FLOPs of a data token in training, as MFU counts them."""
+    spec: Any = trainer.model_config
+    _, per_token = spec.get_nparams_and_flops(trainer.model_parts[0], trainer.config.training.seq_len)
+    return per_token
+
+
+def training_step(trainer: Trainer, *, through: Callable[[Any], Any] = iter) -> Work:
+    """One turn of the loop of ``Trainer.train``, without checkpoints and validation.
+
+    ``through``: put around the batches, to watch them.
+    """
+    data = through(trainer.batch_generator(trainer.dataloader))
     tokens = trainer.config.training.local_batch_size * trainer.config.training.seq_len
 
     def step() -> int:
@@ -272,11 +362,13 @@ def training_step(trainer: Trainer) -> Work:
     return step
 
 
-def our_config(size: TrainSize, *, folder: Path) -> ExtTrainer.Config:
+def our_config(
+    size: TrainSize, *, folder: Path, backbone: backbones.BackboneSize | None = None
+) -> ExtTrainer.Config:
     """The method ``ar`` with a backbone of llama3's sizes, on bytes of the standard library."""
     assets = folder / "assets"
     assets.mkdir()
-    (assets / "config.json").write_text(json.dumps(backbones.hf_config(OURS)))
+    (assets / "config.json").write_text(json.dumps(backbones.hf_config(backbone or OURS)))
     config = default_config({"name": "ar"})
     config.model.flavor, config.model.hf_assets_path = "hf", str(assets)
     config.model.attention = "dense"
@@ -311,6 +403,12 @@ def peer_config(*, like: ExtTrainer.Config) -> Trainer.Config:
     )
 
 
+def random_prompts(batch: int, length: int, *, vocab_size: int) -> list[list[int]]:
+    """Prompts of equal length, so that no side spends time on padding."""
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randint(vocab_size, (batch, length), generator=generator).tolist()
+
+
 @contextmanager
 def one_process_world() -> Generator[None]:
     """A process group of one, which the first trainer makes; the process is left as it was."""
@@ -339,125 +437,12 @@ def same(what: str, ours: Any, peer: Any) -> None:
         raise RuntimeError(f"the two sides do not have the same {what}, so their times do not compare")
 
 
-# --- decode ----------------------------------------------------------------------------
-
-
-class DecodeSize(NamedTuple):
-    """One decoding workload."""
-
-    flavor: str
-    batches: tuple[int, ...]
-    prompt_tokens: int
-    new_tokens: int
-
-
-DECODE = DecodeSize(flavor="smollm2-135M", batches=(1, 4), prompt_tokens=16, new_tokens=64)
-DECODE_QUICK = DecodeSize(flavor="smollm2-debug", batches=(1, 2), prompt_tokens=4, new_tokens=8)
-
-
-def bench_decode(settings: Settings) -> list[Row]:
-    """Greedy decoding with a KV cache against ``transformers``' generate, fp32, the same weights.
-
-    Both must give the same tokens.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError('the benchmark "decode" needs transformers: pip install "torchtitan-ext[hf]"')
-    size = DECODE_QUICK if settings.quick else DECODE
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    with hf_folder(settings.model_dir, flavor=size.flavor) as folder, cpu_threads(settings.threads):
-        loaded = load_model(folder, device=utils.device_type)
-        reference = transformers_model(folder)
-        name = size.flavor if settings.model_dir is None else settings.model_dir.name
-        rows = []
-        for batch in size.batches:
-            prompts = random_prompts(batch, size.prompt_tokens, vocab_size=reference.config.vocab_size)
-            ours = our_decoding(loaded.model, prompts, new_tokens=size.new_tokens)
-            peer = transformers_decoding(reference, prompts, new_tokens=size.new_tokens)
-            check_equal_tokens(ours(), peer())
-            rounds = alternate(counted(ours), counted(peer), rounds=settings.rounds)
-            what = f"decode {name}, {batch} x {size.prompt_tokens}+{size.new_tokens}: ar / transformers"
-            rows.append(row_of(what, rounds))
-    return rows
-
-
-@contextmanager
-def hf_folder(given: Path | None, *, flavor: str) -> Generator[Path]:
-    """A Hugging Face folder: the given one, or random weights of a flavor's size."""
-    if given is not None:
-        if not (given / "config.json").is_file():
-            raise UserError(f"--model-dir {given} has no config.json; it must be a Hugging Face folder")
-        yield given
-        return
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = backbones.hf_config(backbones.lookup(flavor))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        del model
-        yield Path(folder)
-
-
-def transformers_model(folder: Path) -> Any:
-    """The reference, with nothing in its generation config that would change greedy decoding."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
-    return model.to(utils.device_type).eval()
-
-
-def random_prompts(batch: int, length: int, *, vocab_size: int) -> list[list[int]]:
-    """Prompts of equal length, so that no side spends time on padding."""
-    generator = torch.Generator().manual_seed(batch)
-    return torch.randint(vocab_size, (batch, length), generator=generator).tolist()
-
-
-def our_decoding(model: nn.Module, prompts: list[list[int]], *, new_tokens: int) -> Tokens:
-    """Greedy decoding of this project."""
-    decode = decoder_for("ar")
-    return lambda: [row.new_tokens for row in decode(model, prompts, max_new_tokens=new_tokens)]
-
-
-def transformers_decoding(model: Any, prompts: list[list[int]], *, new_tokens: int) -> Tokens:
-    """Greedy decoding of transformers."""
-
-    def run() -> list[list[int]]:
-        tokens_BL = torch.tensor(prompts, device=model.device)
-        mask_BL = torch.ones_like(tokens_BL)
-        all_BL = model.generate(tokens_BL, attention_mask=mask_BL, max_new_tokens=new_tokens)
-        return all_BL[:, tokens_BL.shape[1] :].tolist()
-
-    return run
-
-
-def counted(run: Tokens) -> Work:
-    """A decoding as work: the number of its new tokens."""
-    return lambda: sum(len(row) for row in run())
-
-
-def check_equal_tokens(ours: list[list[int]], peer: list[list[int]]) -> None:
-    """Raise where the two decodings first differ."""
-    for row, (a, b) in enumerate(zip(ours, peer, strict=True)):
-        if a != b:
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            raise RuntimeError(
-                f"decodings differ in row {row} from new token {at}: {a[at:][:3]} and {b[at:][:3]}"
-            )
-
-
 # --- all of them -----------------------------------------------------------------------
 
 Benchmark = Callable[[Settings], list[Row]]
 
-BENCHMARKS: dict[str, Benchmark] = {
-    "train": bench_train,
-    "decode": bench_decode,
-}
-"""Other rooms add theirs (:mod:`torchtitan_ext.evaluation.bench_methods`)."""
+BENCHMARKS: dict[str, Benchmark] = {"train": bench_train}
+"""Other rooms add theirs, such as :mod:`torchtitan_ext.evaluation.bench_methods`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -474,6 +459,9 @@ class Report:
 
     load_average: tuple[float, float, float]
     """Of the machine before the run: 1, 5 and 15 minutes."""
+
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    """CPU cores that the run could use."""
 
     @property
     def rates(self) -> Rates:

@@ -22,7 +22,7 @@ from torchtitan.tools import utils
 
 from torchtitan_ext import backbones, registry
 from torchtitan_ext.decoding import decoder_for
-from torchtitan_ext.evaluation import bench
+from torchtitan_ext.evaluation import bench, bench_reference
 
 DECODE_GOAL = 1 / 1.1
 """A forward may take a tenth longer than the backbone's at any history."""
@@ -106,6 +106,8 @@ def bench_tdlm(settings: bench.Settings) -> list[bench.Row]:
                 rows.append(whole_decoding(model, sizes, rounds=settings.rounds))
             rows += training_steps(model, sizes, rounds=settings.rounds)
             rows += memory_bytes(model, sizes)
+            if not sizes.wide:
+                rows += obvious(model, sizes, rounds=min(settings.rounds, bench_reference.ROUNDS))
     return rows
 
 
@@ -211,6 +213,42 @@ def whole_decoding(model: Any, sizes: Sizes, *, rounds: int) -> bench.Row:
     )
 
 
+def obvious(model: Any, sizes: Sizes, *, rounds: int) -> list[bench.Row]:
+    """A decoding and a loss against the way that computes all earlier states again in every step."""
+    reference, decode = bench_reference.reference("tdlm"), decoder_for("tdlm")
+    generator = torch.Generator().manual_seed(0)
+    short, new = sizes.prompt // 4, sizes.response // 8
+    prompt = torch.randint(sizes.backbone.vocab_size - 1, (short,), generator=generator).tolist()
+    options = {"size": sizes.response, "mask_id": model.config.mask_token_id, "tau": 1.0, "window": "full"}
+
+    def ours() -> int:
+        given: Any = {"policy": "one_token", "window": "full"}
+        return decode(model, [prompt], max_new_tokens=new, **given).new_tokens
+
+    def twin() -> int:
+        return len(reference.decode(model, prompt, new=new, **options)[0])
+
+    step, again = training_works(model, sizes)[0], training_inputs(model, sizes)
+
+    def twin_step() -> int:
+        model.zero_grad()
+        reference.loss(model, *again).backward()
+        return finished(None, sizes.trained // 2 + sizes.trained)
+
+    return [
+        bench.row_of(
+            f"decode {sizes.name}, {short}+{new}, one token a forward: tdlm / the obvious way",
+            bench.alternate(ours, twin, rounds=rounds),
+            goal=0.0,
+        ),
+        bench.row_of(
+            f"train {sizes.name}, K = {sizes.states}: tdlm / the obvious way",
+            bench.alternate(step, twin_step, rounds=rounds),
+            goal=0.0,
+        ),
+    ]
+
+
 def finished(result: Any, tokens: int) -> int:
     """The tokens, once the device has done the work."""
     del result
@@ -245,8 +283,8 @@ def training_steps(model: Any, sizes: Sizes, *, rounds: int) -> list[bench.Row]:
     ]
 
 
-def training_works(model: Any, sizes: Sizes) -> tuple[bench.Work, bench.Work, bench.Work]:
-    """(a step of K states, the same without temporal modules, K forwards of the backbone)."""
+def training_inputs(model: Any, sizes: Sizes) -> tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]:
+    """K states of one trajectory: rows [N, L], what they mask, and where and what they predict, [M] each."""
     temporal: Any = part("temporal")
     device, length = next(model.parameters()).device, sizes.trained // 2 + sizes.trained
     generator = torch.Generator().manual_seed(0)
@@ -261,9 +299,16 @@ def training_works(model: Any, sizes: Sizes) -> tuple[bench.Work, bench.Work, be
     revealed_N = temporal.revealed_counts(reveal_step_1L, masked_1SL[:, :-1]).flatten()
     states = temporal.States(masked_NL.to(device), revealed_N.to(device), sizes.states)
     rows_NL = torch.where(masked_NL, model.config.mask_token_id, tokens_1L).to(device)
-    positions_NL = torch.arange(length, device=device).expand(sizes.states, -1)
+    return rows_NL, states, readout_M.to(device), labels_M
+
+
+def training_works(model: Any, sizes: Sizes) -> tuple[bench.Work, bench.Work, bench.Work]:
+    """(a step of K states, the same without temporal modules, K forwards of the backbone)."""
+    rows_NL, states, readout_M, labels_M = training_inputs(model, sizes)
+    length = rows_NL.shape[1]
+    positions_NL = torch.arange(length, device=rows_NL.device).expand(sizes.states, -1)
     masks = model.get_attention_masks(positions_NL)
-    given = {"readout_M": readout_M.to(device)}
+    given = {"readout_M": readout_M}
     first = model.layers[str(model.config.temporal[0])].attention
 
     def run(**options: Any) -> torch.Tensor:

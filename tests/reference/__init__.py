@@ -1,0 +1,1 @@
+"""Each method written the obvious way: what tests and benchmarks hold the fast one to."""
