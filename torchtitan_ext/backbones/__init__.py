@@ -16,7 +16,7 @@ from torchtitan_ext.backbones.model import (
     config_fields,
     root_fields,
 )
-from torchtitan_ext.backbones.sharding import set_backbone_sharding, set_block_sharding
+from torchtitan_ext.backbones.sharding import set_backbone_sharding, set_block_sharding, set_whole
 from torchtitan_ext.backbones.sizes import SIZES, BackboneSize, lookup, same_arithmetic
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "same_arithmetic",
     "set_backbone_sharding",
     "set_block_sharding",
+    "set_whole",
     "size_for",
     "size_from_folder",
     "size_from_hf",

@@ -13,6 +13,7 @@ from torchtitan.models.common.decoder_sharding import (
     set_gqa_attention_sharding,
     set_gqa_inner_attention_local_map,
 )
+from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig
 
 
@@ -38,6 +39,18 @@ def set_backbone_sharding(config: Decoder.Config, *, enable_sp: bool) -> None:
     set_decoder_sharding_config(config, enable_sp=enable_sp)
     for block in config.layers:
         set_block_sharding(block, enable_sp=enable_sp)
+
+
+def set_whole(linear: Linear.Config, *, sum_gradients: bool) -> None:
+    """Every rank of a tensor-parallel group holds a matrix that a method adds whole; FSDP shards it.
+
+    ``sum_gradients``: whether a rank's own gradient is a part of the whole, which is so between blocks with
+    sequence parallel (a part of the sequence), and always behind the last norm (a part of the vocabulary).
+    The wrong choice trains on without an error and with a wrong gradient.
+    """
+    placement = dense_param_placement(tp=spmd.R if sum_gradients else spmd.I)
+    names = ("weight", "bias") if linear.bias else ("weight",)
+    linear.sharding_config = ShardingConfig(state_shardings=dict.fromkeys(names, placement))
 
 
 def _head_norm_config() -> ShardingConfig:
