@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 import types
 from pathlib import Path
@@ -64,15 +65,22 @@ class Recorder:
         return {step: float(row[name]) for step, row in self.rows if name in row}
 
 
+def written(folder: str, toml: str) -> Path:
+    """The TOML as a file; every rank writes it, and none may read what another has just begun to write."""
+    path = Path(folder) / "config.toml"
+    own = path.with_name(f"config.{os.getpid()}.toml")
+    own.write_text(toml)
+    own.replace(path)
+    return path
+
+
 def build(folder: str, args: list[str], *, toml: str = CONFIG) -> ExtTrainer:
     """A trainer for the TOML and the arguments, with its dump folder inside ``folder``."""
     torch.set_num_threads(1)
     # The loop's closing sleep of two seconds is for ranks on other machines.
     trainer_module.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     logging.getLogger().setLevel(logging.WARNING)
-    path = Path(folder) / "config.toml"
-    if not path.exists() or path.read_text() != toml:
-        path.write_text(toml)
+    path = written(folder, toml)
     argv = ["--job.config_file", str(path), "--job.dump_folder", f"{folder}/out", *args]
     config = front.parse(argv, make_default=default_config)
     return config.build()
@@ -222,8 +230,7 @@ def refusal(folder: str, args: list[str], toml: str = CONFIG) -> dict[str, Any]:
     from torchtitan_ext import train as entry
     from torchtitan_ext.errors import UserError
 
-    path = Path(folder) / "config.toml"
-    path.write_text(toml)
+    path = written(folder, toml)
     out = Path(folder) / "out"
     try:
         entry.run(["--job.config_file", str(path), "--job.dump_folder", str(out), *args])
