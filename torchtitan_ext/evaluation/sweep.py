@@ -327,7 +327,7 @@ def mark_frontier(results: Sequence[SettingResult], *, cost: Cost) -> list[Setti
 
 # --- what comes out --------------------------------------------------------------------
 
-_HEADS = {
+HEADS = {
     "accuracy": ("accuracy", ".2%"),
     "standard_error": ("+-", ".2%"),
     "tokens_per_forward": ("tokens/forward", ".3f"),
@@ -349,9 +349,9 @@ def table(results: Sequence[SettingResult]) -> str:
     records = [result.record() for result in results]
     keys = list(results[0].setting)
     names = [name for name in records[0] if name not in (*keys, "samples", "frontier")]
-    lines = [[*keys, *(_HEADS.get(name, (name, ""))[0] for name in names), "frontier"]]
+    lines = [[*keys, *(HEADS.get(name, (name, ""))[0] for name in names), "frontier"]]
     for record in records:
-        cells = [format(record[name], _HEADS.get(name, ("", ".4g"))[1]) for name in names]
+        cells = [format(record[name], HEADS.get(name, ("", ".4g"))[1]) for name in names]
         lines.append([*(shown(record[key]) for key in keys), *cells, "*" if record["frontier"] else ""])
     return aligned(lines)
 
