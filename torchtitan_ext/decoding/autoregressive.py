@@ -25,6 +25,7 @@ from torchtitan_ext.decoding.interface import (
     row_seeds,
 )
 from torchtitan_ext.decoding.kv_cache import KVCache
+from torchtitan_ext.decoding.narrow import narrow_products
 from torchtitan_ext.decoding.rotary import step_rotary
 from torchtitan_ext.decoding.rows import Row
 from torchtitan_ext.decoding.sampling import GREEDY, SamplingParams, row_generators, sample
@@ -79,7 +80,7 @@ def generate(
     ]
     run = _Run(decoder, sampling, max_new_tokens, frozenset(stop_ids), on_token, session or Session)
     begin = time.perf_counter()
-    with torch.inference_mode(), headless(decoder), step_rotary(decoder):
+    with torch.inference_mode(), headless(decoder), step_rotary(decoder), narrow_products(decoder):
         forwards = run(rows) if rows else 0
     seconds = time.perf_counter() - begin
     return Generation(
