@@ -39,7 +39,7 @@ def theirs() -> HFLM:
 
 
 @pytest.mark.skipif(shared_data() is None, reason="no data")
-@pytest.mark.parametrize("name", ["arc_easy", "winogrande"])
+@pytest.mark.parametrize("name", ["arc_easy", "arc_challenge", "piqa", "openbookqa", "winogrande"])
 def test_likelihoods_and_choices(ours, theirs, name):
     (task,) = build_tasks(Settings(tasks=(name,), data=str(shared_data())))
     task.set_config(key="num_fewshot", value=0)
@@ -48,9 +48,9 @@ def test_likelihoods_and_choices(ours, theirs, name):
     mine, reference = (lm.loglikelihood(requests, disable_tqdm=True) for lm in (ours, theirs))
     assert len(mine) == len(requests) >= 2 * ITEMS
     worst = max(abs(a[0] - b[0]) for a, b in zip(mine, reference, strict=True))
-    print(f"{name}: {ITEMS} items, {len(requests)} requests, largest difference {worst:.2e}")
     assert worst < 1e-3
     assert [greedy for _, greedy in mine] == [greedy for _, greedy in reference]
+    scores: list[dict] = []
     for item in range(ITEMS):
         places = [i for i, request in enumerate(requests) if request.doc_id == item]
         doc = requests[places[0]].doc
@@ -58,6 +58,9 @@ def test_likelihoods_and_choices(ours, theirs, name):
         assert told[0] == told[1]
         chosen = [max(places, key=lambda i, found=found: found[i][0]) for found in (mine, reference)]
         assert chosen[0] == chosen[1]
+        scores.append(told[0])
+    means = {key: sum(score[key] for score in scores) / ITEMS for key in ("acc", "acc_norm") if key in scores[0]}
+    print(f"\n{name}: {ITEMS} items, {len(requests)} requests, largest difference {worst:.2e}, {means}")
 
 
 def test_rolling_and_generation(ours, theirs):
