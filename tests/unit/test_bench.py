@@ -6,8 +6,6 @@ import json
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +22,8 @@ from torchtitan_ext.evaluation import (
     bench_methods,
     bench_reference,
     bench_system,
-    bench_t2mlr,
     bench_tdlm,
 )
-from torchtitan_ext.trainer import default_config
 
 
 class Stopwatch:
@@ -369,52 +365,6 @@ def test_the_start_is_measured_to_the_first_steps_line():
     assert bench_system.seconds_to_first_step([sys.executable, "-c", script]) > 0
     with pytest.raises(RuntimeError, match="before its first step: bad input"):
         bench_system.seconds_to_first_step([sys.executable, "-c", "print('bad input')"])
-
-
-class Core:
-    """A core whose iterates settle after so many passes, whatever the tolerance."""
-
-    def __init__(self) -> None:
-        self.config = SimpleNamespace(convergence_tol=0.0)
-        self.statistics: dict = {}
-
-
-class Settling(torch.nn.Module):
-    """Logits that are worse the earlier the iterates are left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.core = Core()
-
-    def get_attention_masks(self, positions):
-        return None
-
-    def forward(self, tokens, positions, masks):
-        tolerance = self.core.config.convergence_tol
-        used = 16.0 if tolerance < 0.02 else 10.0 if tolerance < 0.2 else 5.0
-        self.core.statistics["t2mlr/iterates/mean"] = torch.tensor(used)
-        logits = torch.zeros(*tokens.shape, 512)
-        logits[..., 0] += 0.0 if used >= 10 else 5.0
-        return logits
-
-
-def test_the_tolerance_that_saves_most_and_keeps_the_loss(monkeypatch):
-    config = default_config({"name": "t2mlr"})
-    config.dataloader.dataset = "group_retrieval"
-    config.dataloader.task.fixed_length = 4
-    loaded = SimpleNamespace(model=Settling(), method="t2mlr", config=config)
-    monkeypatch.setattr(bench_t2mlr, "load_model", lambda path, device: loaded)
-    passes, loss = bench_t2mlr.convergence(Path("run"), quick=True)
-    assert "convergence_tol 0.1 / off" in passes.what
-    assert (passes.ours, passes.peer) == (11, 17) and passes.reached and passes.goal == pytest.approx(1 / 0.7)
-    assert loss.ours == 0 and loss.reached
-    assert loaded.model.core.config.convergence_tol == 0.0
-    loaded.method = "ar"
-    with pytest.raises(UserError, match=r"is a run of 'ar' \(allowed: t2mlr\)"):
-        bench_t2mlr.convergence(Path("run"))
-    loaded.method, config.dataloader.dataset = "t2mlr", "stdlib"
-    with pytest.raises(UserError, match="trained on 'stdlib'"):
-        bench_t2mlr.convergence(Path("run"))
 
 
 def test_a_forward_for_each_block_is_the_doubled_forward():

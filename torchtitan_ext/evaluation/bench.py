@@ -58,7 +58,7 @@ class Settings:
     """Hugging Face folder for the decoding benchmark; None: random weights of SmolLM2-135M's size."""
 
     t2mlr_run: Path | None = None
-    """A trained T2MLR run on a synthetic task, to measure when its iterates settle."""
+    """A trained T2MLR run on a task, or on text with [validation], to measure when its iterates settle."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "threads"):
