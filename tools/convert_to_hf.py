@@ -1,9 +1,9 @@
 """Turn a checkpoint into a Hugging Face folder.
 
-    python tools/convert_to_hf.py CKPT_DIR HF_DIR --dtype bfloat16
-    python tools/convert_to_hf.py CKPT_DIR FILE.safetensors --adapter
+    python tools/convert_to_hf.py outputs/ HF_DIR --dtype bfloat16
+    python tools/convert_to_hf.py outputs/checkpoint/step-1000 FILE.safetensors --adapter
 
-CKPT_DIR is a ``step-N`` folder, or a folder of them: the newest whole one is taken.
+CKPT_DIR is a ``step-N`` folder, a folder of them or a dump folder: the newest whole step is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchtitan_ext.errors import UserError, run_cli
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ckpt_dir", metavar="CKPT_DIR", help="checkpoint to read")
+    parser.add_argument("ckpt_dir", metavar="CKPT_DIR", help="step-N, a folder of them, or a dump folder")
     parser.add_argument("hf_dir", metavar="HF_DIR", help="folder to write")
     parser.add_argument(
         "--dtype", help=f"dtype of the weights: {', '.join(hf_folder.DTYPES)} (default: as in the checkpoint)"
@@ -42,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--self-contained",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="add the code with which transformers opens the folder without this package (default)",
+        help="add the code with which transformers opens the folder without this package "
+        "(default: where there is such code for the method)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace HF_DIR whatever it holds")
     return parser

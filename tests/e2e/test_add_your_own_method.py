@@ -164,6 +164,14 @@ def test_export_and_reload_keep_every_weight(copy):
     assert "16 tokens in" in (copy / "log.txt").read_text()
 
 
+def test_an_export_without_modelling_code_says_so(copy):
+    log = (copy / "log.txt").read_text()
+    assert log.count("does not compute method 'two_ahead'") == 1
+    values = json.loads((copy / "outputs" / "two_ahead_hf" / "config.json").read_text())
+    assert values["torchtitan_ext"]["name"] == "two_ahead" and "auto_map" not in values
+    assert not list((copy / "outputs" / "two_ahead_hf").glob("*.py"))
+
+
 def test_deleting_a_method_is_one_folder_and_one_line(copy):
     told = outcome(copy)
     assert told["methods"] == ["ar", "two_ahead"]

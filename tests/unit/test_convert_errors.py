@@ -249,10 +249,15 @@ def test_unknown_parameter_in_a_checkpoint(tmp_path):
 def test_damaged_checkpoint(tmp_path):
     debug_checkpoint(tmp_path / "step-3", "smollm2-debug")
     (tmp_path / "step-3" / ".metadata").unlink()
-    with pytest.raises(UserError, match=r"no whole step-N checkpoint; step-3: it has no \.metadata"):
+    with pytest.raises(UserError, match=r"no whole checkpoint; step-3: it has no \.metadata"):
         convert_to_hf(tmp_path, tmp_path.parent / "elsewhere")
-    with pytest.raises(UserError, match="no whole step-N checkpoint"):
+    with pytest.raises(UserError, match=r"step-3 cannot be loaded: it has no \.metadata"):
         convert_to_hf(tmp_path / "step-3", tmp_path / "back")
+
+
+def test_a_hugging_face_folder_is_no_checkpoint(tmp_path):
+    with pytest.raises(UserError, match=r"hf is a Hugging Face folder already"):
+        convert_to_hf(make_folder("smollm2", tmp_path / "hf"), tmp_path / "back")
 
 
 def test_checkpoint_without_config(tmp_path):

@@ -177,13 +177,16 @@ def test_dtype(name, tmp_path):
 
 
 def test_newest_whole_step_is_taken(tmp_path):
+    run = tmp_path / "run"
     for step in (2, 10, 11):
-        debug_checkpoint(tmp_path / f"step-{step}", "smollm2-debug")
-    newest = next((tmp_path / "step-11").glob("*.distcp"))
+        debug_checkpoint(run / "checkpoint" / f"step-{step}", "smollm2-debug")
+    newest = next((run / "checkpoint" / "step-11").glob("*.distcp"))
     with newest.open("r+b") as file:
         file.truncate(newest.stat().st_size // 2)
-    expected = convert_to_hf(tmp_path / "step-10", tmp_path / "ten")
-    assert_same_bytes(expected, convert_to_hf(tmp_path, tmp_path.parent / f"{tmp_path.name}-newest"))
+    expected = convert_to_hf(run / "checkpoint" / "step-10", tmp_path / "ten")
+    assert_same_bytes(expected, convert_to_hf(run / "checkpoint", tmp_path / "newest"))
+    to_tool.main([str(run), str(tmp_path / "of-run")])
+    assert_same_bytes(expected, tmp_path / "of-run")
 
 
 def test_checkpoint_without_config_takes_the_choice_from_the_command_line(tmp_path):

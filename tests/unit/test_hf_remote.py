@@ -14,13 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.hf_exports import CASES, SLOW, exported
+from tests.unit.hf_exports import CASES, SLOW, exported, native
 from tests.unit.test_hf_models import our_logits, tokens
+from tools import convert_to_hf as to_tool
+from torchtitan_ext.backbones import hf_config, lookup
 from torchtitan_ext.checkpoint.convert import convert_from_hf, convert_to_hf
 from torchtitan_ext.checkpoint.load import load_model
 from torchtitan_ext.checkpoint.remote import describe
 from torchtitan_ext.decoding import decoder_for
 from torchtitan_ext.decoding.strategies import decoder_of, parse
+from torchtitan_ext.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
@@ -166,6 +169,35 @@ def test_the_option_and_the_files_of_an_export(tmp_path):
     plain = convert_to_hf(convert_from_hf(folder, tmp_path / "ar", name="ar"), tmp_path / "plain")
     assert not (plain / describe.MODELLING).exists()
     assert not {"auto_map", "torchtitan_ext"} & set(json.loads((plain / "config.json").read_text()))
+
+
+def test_the_methods_that_the_code_knows_are_those_it_is_compared_with():
+    from torchtitan_ext.checkpoint.remote import modeling_torchtitan_ext as code
+
+    assert set(describe.KNOWN) == set(code.METHODS) == {method for method, _, _ in CASES.values()}
+    config = code.TorchtitanExtConfig(
+        **{**hf_config(lookup("smollm2-debug")), "torchtitan_ext": {"name": "two_ahead", "section": {}}}
+    )
+    with pytest.raises(ValueError, match="method 'two_ahead' is not computed here"):
+        code.TorchtitanExtForCausalLM(config)
+
+
+def test_a_method_without_modelling_code_is_exported_without_it(tmp_path, monkeypatch, caplog):
+    checkpoint = native(tmp_path / "step-1", "tidar")
+    monkeypatch.setattr(describe, "KNOWN", tuple(name for name in describe.KNOWN if name != "tidar"))
+    tool = [str(checkpoint), str(tmp_path / "hf")]
+    with pytest.raises(UserError, match=r"^--self-contained: .* does not compute method 'tidar' \(allowed: "):
+        to_tool.main([*tool, "--self-contained"])
+    assert not (tmp_path / "hf").exists()
+    for options, warnings in (([], 1), (["--no-self-contained"], 0)):
+        caplog.clear()
+        to_tool.main([*tool, *options])
+        assert sum("does not compute method 'tidar'" in line for line in caplog.messages) == warnings
+        assert not (tmp_path / "hf" / describe.MODELLING).exists()
+        values = json.loads((tmp_path / "hf" / "config.json").read_text())
+        assert "auto_map" not in values and values["torchtitan_ext"]["name"] == "tidar"
+    assert convert_to_hf(native(tmp_path / "step-2", "wedlm"), tmp_path / "known", self_contained=True)
+    assert (tmp_path / "known" / describe.MODELLING).exists()
 
 
 def test_own_types_go_and_come_with_the_method(tmp_path):

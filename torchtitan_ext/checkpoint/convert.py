@@ -36,8 +36,9 @@ from torchtitan_ext.backbones import (
 from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD, model_shapes
 from torchtitan_ext.backbones.key_maps import is_ignorable
 from torchtitan_ext.checkpoint import assets as hf_assets
-from torchtitan_ext.checkpoint import hf_folder, whole
+from torchtitan_ext.checkpoint import hf_folder
 from torchtitan_ext.checkpoint.remote import describe
+from torchtitan_ext.checkpoint.stored import StoredTensors
 from torchtitan_ext.config import toml_text
 from torchtitan_ext.errors import UserError, unknown
 from torchtitan_ext.initialization import draw
@@ -80,7 +81,7 @@ def convert_from_hf(
     """Write a checkpoint folder with the weights of a Hugging Face folder.
 
     The result is what ``checkpoint.initial_load_path`` takes.  Tensors are copied one at a time
-    from mapped files.
+    from mapped files, each of which is opened once.
     ``name``, ``section``: the method and its own section; None: what the folder's config.json
     says (:data:`HF_SECTION`), else ``ar``. Parameters that the method adds and the folder does
     not have are drawn from ``seed``, as a run with that seed would draw them.
@@ -102,11 +103,10 @@ def convert_from_hf(
     infos.update({name: found[name] for name in found if adapter.is_added(name)})
     hf_folder.require_space(target, sum(info.nbytes for info in infos.values()) + _OVERHEAD_BYTES)
     with hf_folder.replaced_folder(target, marker=MARKER, overwrite=overwrite) as folder:
-        state_dict = {ours: hf_folder.load_tensor(info) for ours, info in infos.items()}
-        state_dict.update(_fresh(spec, have=state_dict, seed=seed))
-        nbytes = sum(tensor.nbytes for tensor in state_dict.values())
-        with _one_process(), hf_folder.growing(folder, nbytes=nbytes, what="writing checkpoint"):
-            dcp.save(state_dict, checkpoint_id=folder, no_dist=True)
+        state_dict = hf_folder.load_tensors(infos)
+        if adapter.allow_missing:  # else check_folder found them all
+            state_dict.update(_fresh(spec, have=state_dict, seed=seed))
+        _save(state_dict, folder)
         _copy_assets(source, folder / ASSETS)
         hf_folder.write_json(folder / ASSETS / HF_KEYS, sorted(found))
         (folder / CONFIG).write_text(_config_text(choice), encoding="utf-8")
@@ -121,16 +121,18 @@ def convert_to_hf(
     dtype: str | None = None,
     max_shard_bytes: int = hf_folder.DEFAULT_SHARD_BYTES,
     choice: ModelChoice | None = None,
-    self_contained: bool = True,
+    self_contained: bool | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a Hugging Face folder with the model of a checkpoint; optimizer state is left out.
 
-    ``ckpt_dir``: a ``step-N`` folder, or a folder of them (the newest whole one is taken).
+    ``ckpt_dir``: a ``step-N`` folder, a folder of them or a dump folder (the newest whole one is taken).
     ``dtype``: ``float32``, ``bfloat16`` or ``float16``; None keeps each tensor's own.
     ``choice``: method and flavor, for a checkpoint without ``config.toml``.
-    ``self_contained``: with the code that opens a method's folder without this package.
-    Errors: a damaged checkpoint, tensors that are not exactly the model's, a full disk.
+    ``self_contained``: with the code that opens a method's folder without this package; None: where
+    there is such code.
+    Errors: a damaged checkpoint, tensors that are not exactly the model's, a full disk, code asked for
+    where there is none.
     """
     if dtype is not None and dtype not in hf_folder.DTYPES:
         raise unknown("dtype", dtype, hf_folder.DTYPES)
@@ -138,19 +140,19 @@ def convert_to_hf(
     _refuse_overlap(checkpoint, target)
     assets = checkpoint / ASSETS
     choice = choice or read_choice(checkpoint)
+    self_contained = describe.has_code(choice.name, asked=self_contained)
     spec = model_spec(choice, assets=assets)
     adapter = _adapter(spec, assets=assets)
-    stored = _stored_tensors(checkpoint, adapter=adapter)
+    tensors = StoredTensors(checkpoint)
+    stored = _model_tensors(tensors, adapter=adapter)
     sources = _exported_names(stored, adapter=adapter, assets=assets)
     cast = hf_folder.DTYPES[dtype] if dtype else None
     sizes = {theirs: _nbytes(stored[ours], cast) for theirs, ours in sources.items()}
     hf_folder.require_space(target, sum(sizes.values()) + _OVERHEAD_BYTES)
 
     def load(names: list[str]) -> dict[str, torch.Tensor]:
-        tensors = _load(checkpoint, {sources[theirs]: stored[sources[theirs]] for theirs in names})
-        return {
-            theirs: tensors[sources[theirs]].to(cast or tensors[sources[theirs]].dtype) for theirs in names
-        }
+        loaded = tensors.load([sources[theirs] for theirs in names], dtype=cast)
+        return {theirs: loaded[sources[theirs]] for theirs in names}
 
     with hf_folder.replaced_folder(target, marker=MARKER, overwrite=overwrite) as folder:
         if assets.is_dir():
@@ -179,7 +181,7 @@ def write_config(
     dtype: torch.dtype,
     name: str,
     section: dict[str, Any],
-    self_contained: bool = True,
+    self_contained: bool | None = None,
 ) -> None:
     """The config.json of an export: the backbone's, with method and section under :data:`HF_SECTION`.
 
@@ -280,22 +282,13 @@ def read_choice(checkpoint: Path) -> ModelChoice:
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """The folder itself if it is a checkpoint, else the newest whole ``step-N`` in it."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder")
-    if (folder / ".metadata").is_file():
-        problem = whole.damage(folder)
-        if problem:
-            raise UserError(f"checkpoint {folder} cannot be converted: {problem}")
-        return folder
-    step, skipped = whole.newest_whole(folder)
-    for bad, reason in skipped:
-        logger.warning(f"Checkpoint {folder / f'step-{bad}'} is passed over: {reason}")
-    if step >= 0:
-        return folder / f"step-{step}"
-    why = f"; step-{skipped[0][0]}: {skipped[0][1]}" if skipped else " and no .metadata of its own"
-    raise UserError(f"{folder} holds no whole step-N checkpoint{why}")
+    """The checkpoint that a user means by ``folder``: itself, or the newest whole ``step-N`` in it."""
+    from torchtitan_ext.checkpoint.load import find_folder  # it imports this module
+
+    found = find_folder(Path(folder).expanduser())
+    if not (found / ".metadata").is_file():
+        raise UserError(f"{found} is a Hugging Face folder already (safetensors, no .metadata)")
+    return found
 
 
 def _adapter(spec: ModelSpec, *, assets: Path | None) -> HFAdapter:
@@ -305,15 +298,11 @@ def _adapter(spec: ModelSpec, *, assets: Path | None) -> HFAdapter:
     return adapter_class(spec.model, str(assets) if assets is not None else None)
 
 
-def _stored_tensors(checkpoint: Path, *, adapter: HFAdapter) -> dict[str, TensorStorageMetadata]:
+def _model_tensors(tensors: StoredTensors, *, adapter: HFAdapter) -> dict[str, TensorStorageMetadata]:
     """The model's tensors in a checkpoint, refused if they are not exactly the model's."""
     shapes = model_shapes(adapter.model_config)
-    roots = {name.split(".")[0] for name in shapes}
-    stored = {
-        name: entry
-        for name, entry in whole.read_metadata(checkpoint).state_dict_metadata.items()
-        if name.split(".")[0] in roots and isinstance(entry, TensorStorageMetadata)
-    }
+    roots, checkpoint = {name.split(".")[0] for name in shapes}, tensors.checkpoint
+    stored = {name: entry for name, entry in tensors.entries.items() if name.split(".")[0] in roots}
     missing, extra = sorted(set(shapes) - set(stored)), sorted(set(stored) - set(shapes))
     if missing or extra:
         parts = [f"missing {missing[0]} ({len(missing)} in all)"] if missing else []
@@ -348,19 +337,28 @@ def _nbytes(entry: TensorStorageMetadata, cast: torch.dtype | None) -> int:
     return entry.size.numel() * (cast or entry.properties.dtype).itemsize
 
 
-def _load(checkpoint: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
-    state_dict = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
-    with _one_process():
-        dcp.load(state_dict, checkpoint_id=checkpoint, no_dist=True)
-    return state_dict
+def _save(state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+    """A DCP checkpoint of one process."""
+    nbytes = sum(tensor.nbytes for tensor in state_dict.values())
+    with (
+        warnings.catch_warnings(),
+        _no_checksums(),
+        hf_folder.growing(folder, nbytes=nbytes, what="writing checkpoint"),
+    ):
+        # Without a process group, which is what is meant here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state_dict, checkpoint_id=folder, no_dist=True)
 
 
 @contextmanager
-def _one_process() -> Generator[None]:
-    """Without DCP's warning that there is no process group, which is what is meant here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+def _no_checksums() -> Generator[None]:
+    """Without the checksums of torch.save, which neither torch.load nor DCP compares."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
         yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _export_config(size: BackboneSize, *, assets: Path, dtype: torch.dtype) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,17 @@ def load_tensor(info: TensorInfo) -> torch.Tensor:
         return file.get_tensor(info.name)
 
 
+def load_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+    """Tensors under the given names, mapped as by :func:`load_tensor`; each file is opened once."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in dict.fromkeys(info.file for info in infos.values()):
+        with safe_open(path, framework="pt") as file:
+            for name, info in infos.items():
+                if info.file == path:
+                    tensors[name] = file.get_tensor(info.name)
+    return {name: tensors[name] for name in infos}
+
+
 def same_values(first: TensorInfo, second: TensorInfo) -> bool:
     """Whether two stored tensors are equal, compared a slice of rows at a time."""
     if first.shape != second.shape or first.dtype != second.dtype:
@@ -185,22 +197,44 @@ def write_weights(
     """Write tensors as safetensors, with an index if they need more than one file.
 
     ``sizes``: bytes of each tensor, in the order of the files.
-    ``load``: gives the named tensors, called once for each file.
+    ``load``: gives the named tensors, called once for each file.  Those of one file are dropped
+    before the next are loaded. The files are on the disk when this returns.
     """
     shards = plan_shards(sizes, max_shard_bytes=max_shard_bytes)
     weight_map: dict[str, str] = {}
-    with growing(folder, nbytes=sum(sizes.values()), what="writing weights"):
+    flushed: list[Future[None]] = []
+    with (
+        growing(folder, nbytes=sum(sizes.values()), what="writing weights"),
+        ThreadPoolExecutor(max_workers=1) as disk,
+    ):
         for number, names in enumerate(shards, start=1):
             file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors = {name: tensor.contiguous() for name, tensor in load(names).items()}
-            save_file(_without_aliases(tensors), folder / file, metadata={"format": "pt"})
+            _write_file(folder / file, load(names))
             weight_map.update(dict.fromkeys(names, file))
+            # The disk works while the next file is written.
+            flushed.append(disk.submit(_flush, folder / file))
+        for one in flushed:
+            one.result()
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": dict(sorted(weight_map.items())),
         }
         write_json(folder / INDEX, index)
+
+
+def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(_without_aliases(contiguous), path, metadata={"format": "pt"})
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file is on the disk, as DCP does: an earlier result is deleted afterwards."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def convert_published(hf_dir: str | Path, ckpt_dir: str | Path, *, overwrite: bo
         hf_folder.require_space(target, sum(info.nbytes for info in infos.values()) + _OVERHEAD_BYTES)
         if adapter.size.tied:
             infos[HEAD] = infos[EMBEDDING]
-        weights = {ours: hf_folder.load_tensor(info) for ours, info in infos.items()}
+        weights = hf_folder.load_tensors(infos)
         weights.update(published.tensors)
         _save(weights, folder)
         keys = [adapter.names.get(ours, ours) for ours in [*infos, *published.tensors]]

@@ -23,6 +23,9 @@ from torchtitan_ext.errors import UserError
 MODELLING = "modeling_torchtitan_ext.py"
 """The file with which transformers opens an export where this package is not installed."""
 
+KNOWN = ("alodlm", "block_diffusion", "looped", "mdlm", "t2mlr", "tdlm", "tidar", "wedlm")
+"""Methods whose models :data:`MODELLING` computes; it has the same list."""
+
 _CONFIG_CLASS, _MODEL_CLASS = "TorchtitanExtConfig", "TorchtitanExtForCausalLM"
 
 
@@ -31,11 +34,31 @@ def backbone_type(size: BackboneSize) -> str:
     return next(kind for kind, family in MODEL_TYPES.items() if family == size.family)
 
 
-def describe(config: dict[str, Any], *, size: BackboneSize, method: str, self_contained: bool) -> None:
+def has_code(method: str, *, asked: bool | None) -> bool:
+    """Whether an export of a method comes with :data:`MODELLING`; a plain backbone needs none.
+
+    ``asked``: what the user says; None: where the method is :data:`KNOWN`, else a warning.
+    Errors: UserError where it was asked for and the method is not known.
+    """
+    if method == "ar" or method in KNOWN:
+        return method != "ar" and asked is not False
+    if asked:
+        raise UserError(
+            f"--self-contained: {MODELLING} does not compute method {method!r} (allowed: {', '.join(KNOWN)})"
+        )
+    if asked is None:
+        logger.warning(
+            f"The export comes without {MODELLING}, which does not compute method {method!r}: "
+            "where torchtitan_ext is missing it opens as the plain backbone, if at all"
+        )
+    return False
+
+
+def describe(config: dict[str, Any], *, size: BackboneSize, method: str, self_contained: bool | None) -> None:
     """Settle ``model_type``, ``architectures`` and ``auto_map`` of a config.json.
 
     ``self_contained``: name the classes of :data:`MODELLING`, where the folder has none of its own
-    that fit.
+    that fit; None: see :func:`has_code`.
     """
     backbone = backbone_type(size)
     own = next((kind for kind, pair in OWN_TYPES.items() if pair == (method, backbone)), None)
@@ -50,7 +73,7 @@ def describe(config: dict[str, Any], *, size: BackboneSize, method: str, self_co
     elif auto_map and not ours:
         config["auto_map"] = auto_map
         return
-    if method == "ar" or not self_contained:
+    if not has_code(method, asked=self_contained):
         return
     classes = {"AutoConfig": _CONFIG_CLASS, "AutoModelForCausalLM": _MODEL_CLASS}
     if config["model_type"] in ("llama", "qwen2", "qwen3"):

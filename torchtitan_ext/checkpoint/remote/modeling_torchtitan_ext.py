@@ -30,6 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutput
 
+METHODS = ("alodlm", "block_diffusion", "looped", "mdlm", "t2mlr", "tdlm", "tidar", "wedlm")
 DENOISING = ("mdlm", "tdlm")
 OWN_DECODER = ("mdlm", "tdlm", "wedlm", "block_diffusion")
 
@@ -287,6 +288,8 @@ class TorchtitanExtForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.size, entry = sizes_of(config), config.torchtitan_ext
         self.method, self.section = entry["name"], entry["section"]
+        if self.method not in METHODS:
+            raise ValueError(f"method {self.method!r} is not computed here ({', '.join(METHODS)} are)")
         size, section = self.size, self.section
         self.model = LLaDABody(size) if size.family == "llada" else LlamaBody(size)
         if not size.tied and size.family != "llada":
