@@ -4,6 +4,7 @@
     python tools/generate.py HF_DIR --chat --prompt "What is a prime?" --temperature 0.7 --top-p 0.9
     cat prompts.txt | python tools/generate.py outputs/checkpoint/step-1000 --prompts-file - --json
     python tools/generate.py outputs/ --prompt "def " --decode tidar:8
+    python tools/generate.py outputs/ --prompt "def " --decode threshold:0.7 --trace trace.png
 
 One prompt is printed while it is generated; several run as a batch. On a terminal the text of
 each forward has one colour, and the next forward's another. The answer goes to stdout,
@@ -23,6 +24,7 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torchtitan_ext import metrics
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
 from torchtitan_ext.checkpoint.load import LoadedModel, load_model
 from torchtitan_ext.decoding import Decoder, Generation, SamplingParams, TextStream, colour
@@ -30,6 +32,7 @@ from torchtitan_ext.decoding.choice import chosen_decoder, reports_steps
 from torchtitan_ext.decoding.strategies import FORMS, parse
 from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, run_cli, unknown
+from torchtitan_ext.evaluation import plots, publish, traces
 from torchtitan_ext.evaluation.prompts import read_lines
 
 COUNTED = ("accepted", "revealed")
@@ -70,6 +73,21 @@ def parser() -> argparse.ArgumentParser:
         help="of each forward's text: auto (default: on a terminal), always, never",
     )
     add("--json", action="store_true", help="print one JSON object instead of text")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE.png",
+        help="draw which forward filled each token, and how sure the model was, for methods that denoise "
+        "(mdlm, tdlm); of several prompts FILE-1.png, FILE-2.png, ...",
+    )
+    add(
+        "--tensorboard",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="put the pictures of --trace there too, at the checkpoint's step "
+        "(default: the run's own TensorBoard folder)",
+    )
     return parser
 
 
@@ -87,19 +105,32 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--batch-size must be at least 1, got {args.batch_size}")
     strategy = parse(args.decode) if args.decode is not None else None
     prompts = read_prompts(args.prompt, file=args.prompts_file)
+    pictures = trace_files(args, prompts=len(prompts))
     sampling = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
     )
     device = usable_device(args.device or default_device())
     loaded = load_model(args.path, dtype=DTYPES[args.dtype], device=device, step=args.step)
     decode = chosen_decoder(strategy, loaded.model, method=loaded.method)
+    if pictures:
+        traces.check_traced(loaded.model, method=loaded.method)
+        publish.settle(args, loaded)
     answers: list[dict[str, Any]] = []
     for begin in range(0, len(prompts), args.batch_size):
-        batch = prompts[begin : begin + args.batch_size]
-        live = len(prompts) == 1
+        rows = slice(begin, begin + args.batch_size)
         answers += answer(
-            loaded, batch, decode=decode, args=args, sampling=sampling, first_row=begin, live=live
+            loaded,
+            prompts[rows],
+            decode=decode,
+            args=args,
+            sampling=sampling,
+            first_row=begin,
+            live=len(prompts) == 1,
+            pictures=pictures[rows],
         )
+    if args.tensorboard is not None:
+        step, tags = metrics.step_of(loaded.path) or 0, {f"trace/{path.stem}": path for path in pictures}
+        metrics.write_evaluation(args.tensorboard, step=step, scalars={}, pictures=tags)
     if args.json:
         print(json.dumps(answers[0] if len(answers) == 1 else {"results": answers}, ensure_ascii=False))
 
@@ -112,6 +143,24 @@ def read_prompts(given: Sequence[str], *, file: str | None) -> list[str]:
     if not prompts:
         raise UserError("no prompt: give --prompt TEXT, --prompts-file FILE, or - for stdin")
     return prompts
+
+
+def trace_files(args: argparse.Namespace, *, prompts: int) -> list[Path]:
+    """The picture of each prompt that --trace asks for, or none.
+
+    Errors: UserError where none can be drawn, before a model is loaded.
+    """
+    if args.trace is None:
+        if args.tensorboard is not None:
+            raise UserError("--tensorboard shows the pictures of --trace, which is not given")
+        return []
+    plots.check_can_draw()
+    publish.check_given(args)
+    if args.trace.is_dir():
+        raise UserError(f"--trace {args.trace} is a folder, expected a file")
+    if prompts == 1:
+        return [args.trace]
+    return [args.trace.with_stem(f"{args.trace.stem}-{i + 1}") for i in range(prompts)]
 
 
 def encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> list[int]:
@@ -154,8 +203,9 @@ def answer(
     sampling: SamplingParams,
     first_row: int,
     live: bool,
+    pictures: Sequence[Path],
 ) -> list[dict[str, Any]]:
-    """Generate one batch and print it; ``live``: while it is generated."""
+    """Generate one batch and print it; ``live``: while it is generated. ``pictures``: of the traces."""
     show, live = not args.json, live and not args.json
     coloured = show and colour.wanted(args.colour, sys.stdout)
     rows = [Row(loaded, args.stop, coloured=coloured) for _ in prompts]
@@ -173,6 +223,8 @@ def answer(
             print(f"--- {first_row + i + 1}\n{prompt}{ending}{row.shown}", flush=True)
     if show:
         print(costs(result), file=sys.stderr)
+    for picture, trace in zip(pictures, result.extra["traces"] if pictures else (), strict=True):
+        traces.draw_trace(picture, trace, texts=traces.texts_of(trace, loaded.tokenizer))
     return [record(prompt, rows[i].stream.text, result, i) for i, prompt in enumerate(prompts)]
 
 

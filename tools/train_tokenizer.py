@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torchtitan_ext  # noqa: F401 - installs the CPU device before torchtitan is imported
 from torchtitan_ext import progress
@@ -147,8 +150,8 @@ def write_folder(tokenizer: Trained, out: Path) -> None:
     temporary.rename(out)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train, write, and print the size."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -164,7 +167,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--text_field", default=defaults.text_field)
     parser.add_argument("--txt_documents", default="file", choices=("file", "line", "paragraph"))
     parser.add_argument("--processor", default=defaults.processor, help="how a chat record becomes messages")
-    args = vars(parser.parse_args(argv))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, write, and print the size."""
+    args = vars(parser().parse_args(argv))
     out = Path(args.pop("out"))
     vocab_size, min_frequency = args.pop("vocab_size"), args.pop("min_frequency")
     max_documents = args.pop("max_documents")

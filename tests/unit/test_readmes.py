@@ -181,8 +181,12 @@ def tool_options(tool: str) -> frozenset[str]:
     if tool == "tools/plan.py":  # its planner reads its own few options beside the config's
         source += "".join(p.read_text() for p in (PACKAGE / "planning").glob("*.py"))
     found = set(re.findall(r'"(--[\w.-]+)"', source))
-    make = runpy.run_path(str(path)).get("parser")
-    return frozenset(found | (options_of(make()) if make else set()))
+    return frozenset(found | options_of(runpy.run_path(str(path))["parser"]()))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=ids)
+def test_every_tool_has_a_parser(path):
+    assert "--help" in tool_options(ids(path))
 
 
 @functools.cache

@@ -1,14 +1,19 @@
-"""Files and pictures of commit traces."""
+"""Files and pictures of commit traces, and tools/generate.py --trace."""
 
 from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.hf_exports import native
+from tools import generate as tool
+from torchtitan_ext.checkpoint.load import load_model
+from torchtitan_ext.decoding.interface import decoder_for
 from torchtitan_ext.decoding.masked_diffusion import Trace
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.evaluation import traces as module
@@ -99,6 +104,114 @@ def test_a_picture_shows_what_was_revealed_where(tmp_path, monkeypatch):
     assert str(shown[0][0]) == str(confidence_grid(trace()))
     assert ticks[0][1] == ["a", "\u2423", "\\n", ""]
     assert [args[0] for args in lines] == [1.5]
+
+
+@pytest.mark.parametrize("positions", [3, 100])
+def test_every_label_is_whole_and_apart_from_its_neighbours(positions, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figures = []
+
+    def lay_out(self, path, **_):
+        figures.append(self)
+        self.draw_without_rendering()
+        path.touch()
+
+    monkeypatch.setattr(Figure, "savefig", lay_out)
+    values = list(range(1, positions + 1))
+    long = trace(tokens=values, steps=values, confidence=[0.5] * positions, forwards=positions)
+    draw_trace(tmp_path / "t.png", long, texts=["<|a very long token|>"] * positions)
+    (figure,) = figures
+    labels = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
+    assert len(labels) == positions
+    assert all(label.y0 >= 0 and figure.bbox.x0 <= label.x0 < label.x1 <= figure.bbox.x1 for label in labels)
+    assert all(left.x1 <= right.x0 for left, right in pairwise(labels))
+    title = figure.axes[0].title.get_window_extent()
+    assert figure.bbox.x0 <= title.x0 and title.x1 <= figure.bbox.x1 and title.y1 <= figure.bbox.y1
+
+
+def test_labels_show_what_a_token_is(tmp_path, recwarn):
+    pytest.importorskip("matplotlib")
+    texts = ["\u4f60", "$$", "\x00\r", "  " + "a" * 20]
+    assert [module._visible(text) for text in texts] == [
+        "\\u4f60",
+        "$$",
+        "\\x00\\r",
+        "\u2423\u2423" + "a" * 13 + "\u2026",
+    ]
+    draw_trace(tmp_path / "t.png", trace(), texts=texts, title="$$")  # a formula would be an error
+    assert not recwarn.list  # nor is a glyph missing
+
+
+# --- tools/generate.py -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A dump folder with a checkpoint of mdlm."""
+    dump = tmp_path_factory.mktemp("run")
+    native(dump / "checkpoint" / "step-3", "mdlm")
+    return dump
+
+
+def test_generate_draws_the_decoding_of_each_prompt(run, tmp_path, monkeypatch, capsys):
+    drawn = {}
+    monkeypatch.setattr(
+        module, "draw_trace", lambda path, trace, texts: drawn.update({path.name: (trace, texts)})
+    )
+    options = [str(run), "--max-new-tokens", "6", "--decode", "threshold:0.02"]
+    tool.main([*options, "--prompt", "ab", "--trace", str(tmp_path / "t.png")])
+    batch = ["--prompt", "x", "--prompt", "ab", "--prompt", "y", "--batch-size", "2"]
+    tool.main([*options, *batch, "--trace", str(tmp_path / "s.png")])
+    assert list(drawn) == ["t.png", "s-1.png", "s-2.png", "s-3.png"]
+    loaded = load_model(run)
+    ids = loaded.tokenizer.encode("ab", add_bos=loaded.add_bos)
+    rules = {"policy": "threshold", "tau": 0.02, "stop_ids": loaded.stop_ids}
+    (want,) = decoder_for("mdlm")(loaded.model, [ids], max_new_tokens=6, **rules).extra["traces"]
+    assert 1 <= want["forwards"] < 6
+    for name in ("t.png", "s-2.png"):
+        found, texts = drawn[name]
+        assert {**found, "confidence": pytest.approx(want["confidence"], rel=1e-4)} == found
+        assert (found["tokens"], found["steps"]) == (want["tokens"], want["steps"])
+        assert texts == ["" if t is None else loaded.tokenizer.decode([t]) for t in want["tokens"]]
+    capsys.readouterr()
+
+
+def test_generate_shows_its_pictures_in_tensorboard(run, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    picture = tmp_path / "t.png"
+    tool.main([str(run), "--prompt", "a", "--max-new-tokens", "4", "--trace", str(picture), "--tensorboard"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    events = EventAccumulator(str(run / "tb" / "evaluation")).Reload()
+    assert [image.step for image in events.Images("trace/t")] == [3]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--tensorboard"], "--tensorboard shows the pictures of --trace"),
+        (["--trace", "{tmp}"], "is a folder, expected a file"),
+        (["--trace", "{tmp}/t.png", "--tensorboard", "{tmp}/file"], "is a file, expected a folder"),
+    ],
+)
+def test_generate_refuses_traces_before_a_model_is_loaded(options, message, tmp_path):
+    (tmp_path / "file").touch()
+    argv = [word.format(tmp=tmp_path) for word in options]
+    with pytest.raises(UserError, match=message):
+        tool.main(["absent", "--prompt", "a", *argv])
+
+
+@pytest.mark.parametrize("case", ["tidar", "t2mlr"])
+def test_generate_refuses_a_trace_of_a_decoder_without_one(case, tmp_path, monkeypatch):
+    native(tmp_path / "step-1", case)
+    monkeypatch.setattr(tool, "run", None)  # so that decoding would be another error
+    with pytest.raises(UserError, match=f"method '{case}' has no trace to draw") as caught:
+        tool.main([str(tmp_path), "--prompt", "a", "--trace", str(tmp_path / "t.png")])
+    assert "\n" not in str(caught.value) and not (tmp_path / "t.png").exists()
 
 
 def test_what_cannot_be_drawn_or_read_is_refused(tmp_path, monkeypatch):

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import cast
 
+from torch import nn
+
+from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.decoding.masked_diffusion import Trace
+from torchtitan_ext.decoding.strategies import family_of
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.evaluation.plots import check_can_draw
 from torchtitan_ext.evaluation.tasks import whole_file
 
 _KEYS = frozenset(Trace.__annotations__)
-_LABELLED = 48
+_LABELLED = 100
 """Positions up to which a picture names each token."""
+
+_LABEL_SIZE, _LABEL_LENGTH = 7, 16
+"""Points of those names, and characters at which they are cut."""
+
+_LABEL_FONT = "DejaVu Sans Mono"
+"""Comes with matplotlib."""
 
 
 def write_traces(path: Path, traces: Sequence[Trace]) -> None:
@@ -52,8 +63,8 @@ def read_traces(path: Path) -> list[Trace]:
 def draw_trace(path: Path, trace: Trace, *, texts: Sequence[str] | None = None, title: str = "") -> None:
     """Position against forward as a PNG; a square's colour is the confidence of the token revealed there.
 
-    Grey: what was still masked in that forward. Dotted lines separate the blocks.
-    ``texts``: the text of each position's token, shown where there are few of them.
+    Grey: what was still masked after that forward. Dotted lines separate the blocks.
+    ``texts``: the text of each position's token, shown up to 100 of them.
     Errors: UserError when nothing was revealed, for a wrong number of texts, when matplotlib is
     missing or the file cannot be written.
     """
@@ -66,8 +77,10 @@ def draw_trace(path: Path, trace: Trace, *, texts: Sequence[str] | None = None, 
     from matplotlib.ticker import MaxNLocator
 
     positions, forwards = len(trace["steps"]), trace["forwards"]
-    width = min(max(4.8, 0.24 * positions + 1.8), 14.0)
-    height = min(max(2.6, 0.24 * forwards + 1.4), 10.0)
+    labels = [] if texts is None or positions > _LABELLED else [_visible(text) for text in texts]
+    width = min(max(4.8, 0.24 * positions + 1.8), 16.0)
+    labelled = 0.6 * _LABEL_SIZE / 72 * max(map(len, labels), default=0)
+    height = min(max(2.2, 0.24 * forwards + 1.2), 10.0) + labelled
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(
@@ -94,15 +107,31 @@ def draw_trace(path: Path, trace: Trace, *, texts: Sequence[str] | None = None, 
     )
     for edge in range(trace["block_size"], positions, trace["block_size"]):
         axes.axvline(edge - 0.5, color="black", linestyle=":", linewidth=0.8)
-    if texts is not None and positions <= _LABELLED:
-        axes.set_xticks(range(positions), [_visible(text) for text in texts], fontsize=7, family="monospace")
-    axes.set_xlabel("position in the response")
+    if labels:
+        style = {"fontsize": _LABEL_SIZE, "family": _LABEL_FONT, "rotation": 90, "parse_math": False}
+        axes.set_xticks(range(positions), labels, **style)
+    axes.set_xlabel("position in the response (grey: masked)")
     axes.set_ylabel("forward")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, ax=axes, label="confidence")
-    axes.set_title(title or f"{trace['policy']}: {positions} positions, {forwards} forwards", fontsize=10)
+    figure.colorbar(image, ax=axes, label="confidence", fraction=0.05, aspect=30, pad=0.02)
+    axes.set_title(title or _described(trace), fontsize=10, parse_math=False)
     with whole_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
+
+
+def check_traced(model: nn.Module, *, method: str) -> None:
+    """Errors: UserError for a model whose decoders record no trace: all but those that denoise."""
+    if family_of(model) != "denoising":
+        raise UserError(
+            f"method {method!r} has no trace to draw: only methods that denoise (mdlm, tdlm) record "
+            "when each token was filled"
+        )
+
+
+def texts_of(trace: Trace, tokenizer: Tokenizer) -> list[str]:
+    """The text of each position's token by itself; empty where none was revealed."""
+    tokens = trace["tokens"]
+    return ["" if t is None else tokenizer.decode([t], skip_special_tokens=False) for t in tokens]
 
 
 def confidence_grid(trace: Trace) -> list[list[float]]:
@@ -120,6 +149,26 @@ def masked_grid(trace: Trace) -> list[list[bool]]:
     return [[step is None or step > forward for step in trace["steps"]] for forward in forwards]
 
 
+def _described(trace: Trace) -> str:
+    """How the response was decoded, in a line."""
+    tau = "" if trace["policy"] == "one_token" else f", tau {trace['tau']:g}"
+    tokens = sum(step is not None for step in trace["steps"])
+    return f"{trace['policy']}{tau}: {tokens} tokens in {trace['forwards']} forwards"
+
+
 def _visible(text: str) -> str:
-    """Text of one token for a label: blanks and line ends can be seen."""
-    return {" ": "\u2423", "\n": "\\n", "\t": "\\t"}.get(text, text)
+    """Text of one token for a label: blanks can be seen, what the font cannot show is escaped."""
+    glyphs = _glyphs()
+    shown = "".join(
+        c if c.isprintable() and ord(c) in glyphs else c.encode("unicode_escape").decode()
+        for c in text.replace(" ", "\u2423")
+    )
+    return shown if len(shown) <= _LABEL_LENGTH else f"{shown[: _LABEL_LENGTH - 1]}\u2026"
+
+
+@cache
+def _glyphs() -> frozenset[int]:
+    """Characters that the labels' font has."""
+    from matplotlib.font_manager import findfont, get_font
+
+    return frozenset(get_font(findfont(_LABEL_FONT)).get_charmap())
