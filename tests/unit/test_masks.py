@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_ext import attention, masks
+from torchtitan_ext.attention import dense
 from torchtitan_ext.errors import UserError
 
 documents = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -150,6 +151,21 @@ def test_attention_in_tiles_equals_the_whole(lengths, tile, doubled):
         assert tensors[0].grad is not None
     for a, b in zip(whole, pieces, strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_of_pieces_are_those_of_slices_bit_for_bit():
+    runs = [(slice(0, 3),), (slice(0, 6),), (slice(1, 4), slice(6, 9)), (slice(2, 9),)]
+    generator = torch.Generator().manual_seed(0)
+    # As the projections give it: [B, T, N, H] in memory.
+    x_BNTH = torch.randn(2, 9, 3, 4, generator=generator).transpose(1, 2).requires_grad_()
+    slices = [torch.cat([x_BNTH[:, :, run] for run in piece], dim=2) for piece in runs]
+    pieces = dense._Pieces.apply(x_BNTH, runs)
+    weights = [torch.randn(piece.shape, generator=generator) for piece in slices]
+    for piece, expected in zip(pieces, slices, strict=True):
+        assert torch.equal(piece, expected)
+    (grad,) = torch.autograd.grad(pieces, x_BNTH, weights)
+    assert torch.equal(grad, *torch.autograd.grad(slices, x_BNTH, weights))
+    assert grad.stride() == x_BNTH.stride()
 
 
 def test_long_sparse_masks_come_in_tiles_and_others_do_not():

@@ -10,6 +10,7 @@ a mask, K = key length of a mask, N = heads, H = head dimension.
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torchtitan.protocols.module import Module
@@ -123,19 +124,7 @@ def attend_dense(
     if isinstance(mask_B1LT, TiledMask) and torch.compiler.is_compiling():
         mask_B1LT = mask_B1LT.whole_B1QK
     if isinstance(mask_B1LT, TiledMask):
-        return torch.cat(
-            [
-                attend_dense(
-                    q_BNLH[:, :, queries],
-                    _take(k_BNTH, keys),
-                    _take(v_BNTH, keys),
-                    mask_B1LT=allowed,
-                    scale=scale,
-                )
-                for queries, keys, allowed in mask_B1LT.tiles
-            ],
-            dim=2,
-        )
+        return _attend_tiles(q_BNLH, k_BNTH, v_BNTH, tiles=mask_B1LT.tiles, scale=scale)
     return F.scaled_dot_product_attention(
         q_BNLH,
         k_BNTH,
@@ -144,6 +133,51 @@ def attend_dense(
         scale=scale,
         enable_gqa=q_BNLH.shape[1] != k_BNTH.shape[1],
     )
+
+
+def _attend_tiles(
+    q_BNLH: torch.Tensor,
+    k_BNTH: torch.Tensor,
+    v_BNTH: torch.Tensor,
+    *,
+    tiles: tuple[Tile, ...],
+    scale: float | None,
+) -> torch.Tensor:
+    """Masked attention tile by tile, [B, N, L, H]."""
+    queries = _Pieces.apply(q_BNLH, [(tile.queries,) for tile in tiles])
+    keys, values = (_Pieces.apply(x_BNTH, [tile.keys for tile in tiles]) for x_BNTH in (k_BNTH, v_BNTH))
+    outputs = [
+        attend_dense(q, k, v, mask_B1LT=tile.allowed_B1QK, scale=scale).transpose(1, 2)
+        for q, k, v, tile in zip(queries, keys, values, tiles, strict=True)
+    ]
+    # Kept in memory as [B, L, N, H], as each output is and as the caller wants the whole.
+    return torch.cat(outputs, dim=1).transpose(1, 2)
+
+
+@spmd.register_local_autograd_function
+class _Pieces(torch.autograd.Function):
+    """Pieces of a sequence, each made of some runs of neighbouring tokens.
+
+    Slices give the same, but the gradient of each would be a tensor of the whole length, to be filled and
+    added to the others; here all are added into one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BNTH: torch.Tensor, pieces: list[tuple[slice, ...]]) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x_BNTH)
+        ctx.pieces = pieces
+        return tuple(_take(x_BNTH, runs) for runs in pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
+        (x_BNTH,) = ctx.saved_tensors
+        total_BNTH = torch.zeros_like(x_BNTH)
+        # From the last to the first, the order in which autograd adds up the gradients of slices.
+        for runs, grad in zip(reversed(ctx.pieces), reversed(grads), strict=True):
+            parts = grad.split([run.stop - run.start for run in runs], dim=2)
+            for run, part in zip(runs, parts, strict=True):
+                total_BNTH[:, :, run] += part
+        return total_BNTH, None
 
 
 def _take(x_BNTH: torch.Tensor, runs: tuple[slice, ...]) -> torch.Tensor:
