@@ -121,10 +121,11 @@ def test_grouped_heads_equal_repeated_heads():
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6),
     tile=st.integers(3, 16),
+    grain=st.integers(1, 6),
     doubled=st.booleans(),
 )
 @settings(deadline=None, max_examples=40)
-def test_attention_in_tiles_equals_the_whole(lengths, tile, doubled):
+def test_attention_in_tiles_equals_the_whole(lengths, tile, grain, doubled):
     positions = positions_of(lengths)
     mask = (
         masks.doubled_blocks(positions.repeat(1, 2), block_size=4)
@@ -132,13 +133,13 @@ def test_attention_in_tiles_equals_the_whole(lengths, tile, doubled):
         else masks.causal_document(positions)
     )
     allowed = attention.evaluate_mask(mask)
-    parts = attention.tiled(allowed, tile=tile)
+    parts = attention.tiled(allowed, tile=tile, grain=grain)
     if parts is None:
         return
     length = allowed.shape[-1]
     assert [i for part in parts.tiles for i in range(length)[part.queries]] == list(range(length))
     computed = sum(part.allowed_B1QK.shape[-2:].numel() for part in parts.tiles)
-    assert computed <= 0.86 * (length + tile) ** 2
+    assert computed <= 0.86 * (length + tile) * (length + grain)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, length, 8, generator=generator) for heads in (4, 2, 2))
     whole, pieces = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
@@ -166,6 +167,18 @@ def test_gradients_of_pieces_are_those_of_slices_bit_for_bit():
     (grad,) = torch.autograd.grad(pieces, x_BNTH, weights)
     assert torch.equal(grad, *torch.autograd.grad(slices, x_BNTH, weights))
     assert grad.stride() == x_BNTH.stride()
+
+
+def test_keys_that_no_query_of_a_tile_sees_are_left_out_to_a_grain():
+    # Blocks that straddle the tiles, as in a row that starts inside a document.
+    mask = masks.doubled_blocks((torch.arange(512) + 3).repeat(2)[None], block_size=8)
+    parts = attention.tiled(attention.evaluate_mask(mask), tile=128, grain=16)
+    assert parts is not None
+    for i, part in enumerate(parts.tiles[4:]):
+        clean, own = part.keys
+        assert clean == slice(0, (i + 1) * 128)
+        before, behind = 16 * (i > 0), 16 * (i < 3)
+        assert own == slice(512 + i * 128 - before, 512 + (i + 1) * 128 + behind)
 
 
 def test_long_sparse_masks_come_in_tiles_and_others_do_not():

@@ -18,10 +18,13 @@ from torchtitan.protocols.module import Module
 from torchtitan_ext.masks import Mask
 
 TILE = 128
-"""Queries and keys of a tile in tokens: small enough to skip much, large enough to be worth a call."""
+"""Queries of a tile: few enough to skip much, many enough to be worth a call."""
+
+GRAIN = 16
+"""Keys that are kept or left out together: the width of a vector."""
 
 WORTH_IT = 0.85
-"""Share of the tiles above which skipping the rest costs more than it saves."""
+"""Share of all pairs of queries and keys above which skipping the rest costs more than it saves."""
 
 
 class Tile(NamedTuple):
@@ -80,36 +83,47 @@ def build_dense_mask(mask: Mask) -> torch.Tensor | TiledMask:
     return tiled(allowed_B1QK) or allowed_B1QK
 
 
-def tiled(allowed_B1QK: torch.Tensor, *, tile: int = TILE) -> TiledMask | None:
-    """The mask without the tiles that are empty in every row; None if too few are."""
+def tiled(allowed_B1QK: torch.Tensor, *, tile: int = TILE, grain: int = GRAIN) -> TiledMask | None:
+    """The mask without what is empty in every row; None if too little is.
+
+    ``tile``: queries that share their keys. ``grain``: keys that are kept or left out together.
+    """
     q_len, k_len = allowed_B1QK.shape[-2:]
     if min(q_len, k_len) < 2 * tile:
         return None
-    allowed_QK = allowed_B1QK.amax(dim=(0, 1))
-    padded_QK = F.pad(allowed_QK, (0, -k_len % tile, 0, -q_len % tile))
-    used_IJ = padded_QK.unflatten(1, (-1, tile)).unflatten(0, (-1, tile)).amax(dim=(1, 3))
     # One wait for the device a batch, as for any structure that depends on the documents.
-    rows = used_IJ.tolist()
-    if sum(map(sum, rows)) > WORTH_IT * used_IJ.numel():
+    rows = _used(allowed_B1QK.amax(dim=(0, 1)), queries=tile, keys=grain).tolist()
+    if _share(rows) > WORTH_IT:
         return None
     tiles = []
     for i, row in enumerate(rows):
         queries = slice(i * tile, min((i + 1) * tile, q_len))
-        keys = _runs(row, tile=tile, length=k_len)
-        allowed = torch.cat([allowed_B1QK[:, :, queries, run] for run in keys], dim=-1)
-        tiles.append(Tile(queries, keys, allowed))
+        runs = _runs(row, grain=grain, length=k_len)
+        allowed = torch.cat([allowed_B1QK[:, :, queries, run] for run in runs], dim=-1)
+        tiles.append(Tile(queries, runs, allowed))
     return TiledMask(tuple(tiles), allowed_B1QK)
 
 
-def _runs(used: list[bool], *, tile: int, length: int) -> tuple[slice, ...]:
-    """Neighbouring used tiles as slices of tokens."""
+def _used(allowed_QK: torch.Tensor, *, queries: int, keys: int) -> torch.Tensor:
+    """Whether anything is allowed between so many queries and so many keys each, bool."""
+    q_len, k_len = allowed_QK.shape
+    padded_QK = F.pad(allowed_QK, (0, -k_len % keys, 0, -q_len % queries))
+    return padded_QK.unflatten(1, (-1, keys)).unflatten(0, (-1, queries)).amax(dim=(1, 3))
+
+
+def _share(rows: list[list[bool]]) -> float:
+    return sum(map(sum, rows)) / (len(rows) * len(rows[0]))
+
+
+def _runs(used: list[bool], *, grain: int, length: int) -> tuple[slice, ...]:
+    """Neighbouring used keys as slices of tokens."""
     runs: list[list[int]] = []
     for j in (j for j, is_used in enumerate(used) if is_used):
         if runs and runs[-1][1] == j:
             runs[-1][1] = j + 1
         else:
             runs.append([j, j + 1])
-    return tuple(slice(a * tile, min(b * tile, length)) for a, b in runs)
+    return tuple(slice(a * grain, min(b * grain, length)) for a, b in runs)
 
 
 def attend_dense(
