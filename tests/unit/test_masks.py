@@ -120,7 +120,7 @@ def test_grouped_heads_equal_repeated_heads():
 
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6),
-    tile=st.integers(3, 16),
+    tile=st.integers(1, 8).map(lambda half: 2 * half),
     grain=st.integers(1, 6),
     doubled=st.booleans(),
 )
@@ -191,3 +191,12 @@ def test_long_sparse_masks_come_in_tiles_and_others_do_not():
     assert isinstance(
         attention.build_mask(masks.causal_document(torch.arange(64)[None]), "dense"), torch.Tensor
     )
+
+
+def test_queries_are_cut_finer_where_that_leaves_much_less_to_compute():
+    """A doubled row of 256 tokens goes from 8 to 6 tiles of 128 x 128, a causal one of 512 from 10 to 9."""
+    positions = torch.arange(256)[None]
+    doubled = attention.build_mask(masks.doubled_blocks(positions.repeat(1, 2), block_size=8), "dense")
+    causal = attention.build_mask(masks.causal_document(torch.arange(512)[None]), "dense")
+    sizes = [{part.allowed_B1QK.shape[2] for part in mask.tiles} for mask in (doubled, causal)]
+    assert sizes == [{64}, {128}]

@@ -26,6 +26,9 @@ GRAIN = 16
 WORTH_IT = 0.85
 """Share of all pairs of queries and keys above which skipping the rest costs more than it saves."""
 
+HALVE_BELOW = 0.79
+"""Share of the pairs below which twice as many tiles of half the queries are worth their calls."""
+
 
 class Tile(NamedTuple):
     """Some neighbouring queries and all the keys that any of them may see."""
@@ -86,15 +89,19 @@ def build_dense_mask(mask: Mask) -> torch.Tensor | TiledMask:
 def tiled(allowed_B1QK: torch.Tensor, *, tile: int = TILE, grain: int = GRAIN) -> TiledMask | None:
     """The mask without what is empty in every row; None if too little is.
 
-    ``tile``: queries that share their keys. ``grain``: keys that are kept or left out together.
+    ``tile``: queries that share their keys, an even number; halved where that leaves much less to
+    compute. ``grain``: keys that are kept or left out together.
     """
     q_len, k_len = allowed_B1QK.shape[-2:]
     if min(q_len, k_len) < 2 * tile:
         return None
     # One wait for the device a batch, as for any structure that depends on the documents.
-    rows = _used(allowed_B1QK.amax(dim=(0, 1)), queries=tile, keys=grain).tolist()
+    halved = _used(allowed_B1QK.amax(dim=(0, 1)), queries=tile // 2, keys=grain).tolist()
+    rows = [[any(keys) for keys in zip(*halved[i : i + 2], strict=True)] for i in range(0, len(halved), 2)]
     if _share(rows) > WORTH_IT:
         return None
+    if _share(halved) < HALVE_BELOW * _share(rows):
+        tile, rows = tile // 2, halved
     tiles = []
     for i, row in enumerate(rows):
         queries = slice(i * tile, min((i + 1) * tile, q_len))

@@ -49,11 +49,9 @@ def _blocks(config: Any, model: Any, length: int) -> tuple[int, int]:
     if mask is None:
         return 1, 1
     rows, side = positions.shape[0], -(-positions.shape[1] // TILE)
-    if isinstance(mask, TiledMask):
-        per_row = sum(-(-(run.stop - run.start) // TILE) for tile in mask.tiles for run in tile.keys)
-        return per_row, side**2
+    allowed = mask.whole_B1QK if isinstance(mask, TiledMask) else mask
     missing = side * TILE - positions.shape[1]
-    padded = F.pad(mask[:, 0], (0, missing, 0, missing))
+    padded = F.pad(allowed[:, 0], (0, missing, 0, missing))
     used = padded.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).any(dim=4).any(dim=2)
     return int(used.sum()), rows * side**2
 
