@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import torch
 import tyro
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, compute_logprobs, cross_entropy_loss
 from torchtitan.config import CompileConfig, Configurable
 
@@ -77,26 +76,50 @@ def _token_losses(logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> torch.Te
     return -logprobs_BL
 
 
-def token_losses(
-    head: nn.Module, hidden_BLD: torch.Tensor, labels_BL: torch.Tensor, *, num_chunks: int = 1
-) -> torch.Tensor:
-    """Cross-entropy of every token from hidden states, fp32 [B, L], 0 at label -100.
+class _KeptLosses(BaseLoss):
+    """The weighted sum of token losses, which it keeps without their gradient."""
 
-    The logits of one chunk of the sequence exist at a time, in the backward too, where they
-    are computed again. For losses whose weights are only known once the token losses are;
-    where they are known before, the chunked loss of :class:`LossSection` need not compute
-    twice. ``head``: the model's LM head.
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        pass
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(
+        self,
+        pred: torch.Tensor,
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor | None = None,
+        *,
+        loss_weights_BL: torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        losses_BL = _token_losses(pred, labels)
+        self.kept.append(losses_BL.detach())
+        return (losses_BL * loss_weights_BL).sum(), {}
+
+
+def weighted_token_losses(
+    head: nn.Module,
+    hidden_BLD: torch.Tensor,
+    labels_BL: torch.Tensor,
+    weights_BL: torch.Tensor,
+    *,
+    num_chunks: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum of the tokens' cross-entropies from hidden states, and each of them.
+
+    The second, fp32 [B, L], 0 at label -100, has no gradient. The logits of one of ``num_chunks``
+    equal parts of the sequence exist at a time. Each part's backward follows its forward at once,
+    so nothing is computed twice; as with the chunked loss of :class:`LossSection`, the gradient of
+    ``head`` is then added already, and the sum may enter the loss with factor 1 alone.
     """
-
-    def chunk_losses(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return _token_losses(head(hidden), labels)
-
-    if num_chunks == 1 and not hidden_BLD.requires_grad:
-        return chunk_losses(hidden_BLD, labels_BL)
-    size = -(-hidden_BLD.shape[1] // num_chunks)
-    pieces = zip(hidden_BLD.split(size, 1), labels_BL.split(size, 1), strict=True)
-    losses = [checkpoint(chunk_losses, h, y, use_reentrant=False) for h, y in pieces]
-    return torch.cat(losses, dim=1)
+    kept = _KeptLosses.Config()
+    chunked = ChunkedLossWrapper.Config(num_chunks=num_chunks, loss_fn=kept).build()
+    chunked.set_lm_head(head)
+    total, _ = chunked(hidden_BLD, labels_BL, loss_weights_BL=weights_BL)
+    return total, torch.cat(chunked.loss_fn.kept, dim=1)
 
 
 @dataclass(kw_only=True, slots=True)

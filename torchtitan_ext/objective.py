@@ -49,6 +49,9 @@ class Objective(ABC):
     loss_inputs: tuple[str, ...] = ()
     """Keys of ``Prepared.inputs`` that go to the loss and not to the model."""
 
+    chunked_head: bool = False
+    """Whether the loss passes the LM head by torchtitan's chunked loss itself, whatever [loss] num_chunks."""
+
     perplexity: bool = False
     """Whether the loss is a mean negative log-likelihood, whose exponential is a perplexity."""
 

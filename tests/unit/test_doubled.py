@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import torchtitan_ext  # noqa: F401
 from torchtitan_ext import attention, backbones, doubled, initialization, masks
-from torchtitan_ext.losses import LossSection, TokenCrossEntropy, token_losses
+from torchtitan_ext.losses import LossSection, TokenCrossEntropy, weighted_token_losses
 from torchtitan_ext.methods.block_diffusion.objective import BlockDiffusionObjective
 from torchtitan_ext.methods.tidar.objective import TiDARObjective, factors
 from torchtitan_ext.readout import labelled
@@ -397,20 +397,26 @@ def test_readout_pads_to_a_multiple():
     assert labelled(torch.full((1, 3), -100), multiple=2).labels_1M.tolist() == [[-100, -100]]
 
 
-@pytest.mark.parametrize("chunks", [1, 3, 5])
+@pytest.mark.parametrize("chunks", [1, 3, 6])
 def test_token_losses_by_chunks_equal_cross_entropy(chunks):
+    """And a head's gradient from before is added to."""
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 11, bias=False)
-    hidden = torch.randn(2, 5, 8, requires_grad=True)
-    labels = torch.tensor([[1, -100, 3, 4, 10], [0, 2, -100, 5, 6]])
-    weights = torch.rand(2, 5)
-    got = token_losses(head, hidden, labels, num_chunks=chunks)
+    hidden = torch.randn(2, 6, 8, requires_grad=True)
+    labels = torch.tensor([[1, -100, 3, 4, 10, 7], [0, 2, -100, 5, 6, -100]])
+    weights = torch.rand(2, 6)
+    before = torch.randn(11, 8)
+    head.weight.grad = before.clone()
+    total, got = weighted_token_losses(head, hidden, labels, weights, num_chunks=chunks)
     expected = torch.nn.functional.cross_entropy(
         head(hidden).transpose(1, 2), labels, reduction="none", ignore_index=-100
     )
     torch.testing.assert_close(got, expected)
-    ours = torch.autograd.grad((got * weights).sum(), [hidden, head.weight])
+    assert not got.requires_grad
     theirs = torch.autograd.grad((expected * weights).sum(), [hidden, head.weight])
+    torch.testing.assert_close(total, (expected * weights).sum())
+    total.backward()
+    ours = hidden.grad, head.weight.grad - before
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -142,7 +142,11 @@ class PlannedTrainer(ExtTrainer):
         if isinstance(self.loss_fn, ChunkedLossWrapper):
             self.loss_fn.set_lm_head(model.lm_head)
             model._skip_lm_head = True
-            self._after_chunks(model, chunks=chunks)
+            self._watch_chunks()
+        if (chunks or self.objective.chunked_head) and isinstance(model.lm_head, FSDPModule):
+            # FSDP's state of the head as the chunked loss of the step before has left it.
+            model.lm_head.set_reshard_after_forward(True)
+            model.lm_head.set_reshard_after_backward(True)
         self.optimizers = config.optimizer.build(model_parts=[model])
         self.train_context = dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)
         self.gradient_accumulation_steps, self.num_pipeline_parallel_microbatches = 1, 1
@@ -158,11 +162,8 @@ class PlannedTrainer(ExtTrainer):
         self.guard._on_device = True
         self.guard.settle = nothing
 
-    def _after_chunks(self, model: Any, *, chunks: bool) -> None:
-        """FSDP's state of the head as the chunked loss of the step before has left it."""
-        if chunks and isinstance(model.lm_head, FSDPModule):
-            model.lm_head.set_reshard_after_forward(True)
-            model.lm_head.set_reshard_after_backward(True)
+    def _watch_chunks(self) -> None:
+        """Notice when the run's own chunked loss is called."""
         token_loss = self.loss_fn.loss_fn  # pyrefly: ignore[missing-attribute]
 
         def noticed(*args: Any, **kwargs: Any) -> Any:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 
 from torchtitan_ext.data.mask_token import check_mask_id
-from torchtitan_ext.losses import token_losses
+from torchtitan_ext.losses import weighted_token_losses
 from torchtitan_ext.masks import document_ids
 from torchtitan_ext.methods.alodlm import stick
 from torchtitan_ext.methods.alodlm.config import MASK_KEY, Section
@@ -28,6 +29,7 @@ class ALoDLMObjective(Objective):
     """(denoise + actor + w_ar AR) / (1 + w_ar) on dual streams (ALoDLM Eq. 34)."""
 
     terms = ("ar", "diffusion", "masked")
+    chunked_head = True
     loss_inputs = (
         "gold_BL",
         "index_M",
@@ -119,44 +121,59 @@ class ALoDLMObjective(Objective):
             loss_inputs["index_A"],
         )
         rollout: Rollout = model(tokens, **model_inputs, exits=exits)
-        losses_MK, losses_AK = self._token_losses(model, rollout, loss_inputs)
-        denoise = self._denoise(losses_MK, rollout, loss_inputs["weights_M"])
-        denoise = denoise / counts["diffusion"].clamp(min=1)
-        actor, average_K = self._actor(losses_MK.detach(), rollout, valid_M, loss_inputs["segment_M"])
+        weights_MK, weights_AK = self._weights(rollout, loss_inputs, counts)
+        w_ar, count = self.section.w_ar, len(valid_M)
+        weights_NK = torch.cat([weights_MK, w_ar * weights_AK]) / (1 + w_ar)
+        supervised, losses_NK = self._token_losses(model, rollout, loss_inputs, weights_NK)
+        losses_MK, losses_AK = losses_NK[:count], losses_NK[count:]
+        denoise, ar = (weights_MK * losses_MK).sum(), (weights_AK * losses_AK).sum()
+        actor, average_K = self._actor(losses_MK, rollout, valid_M, loss_inputs["segment_M"])
         actor = actor / counts["masked"].clamp(min=1)
-        ar = losses_AK.mean(dim=1).sum() / counts["ar"].clamp(min=1)
-        w_ar = self.section.w_ar
-        loss = (denoise + actor + w_ar * ar) / (1 + w_ar)
+        loss = supervised + actor / (1 + w_ar)
         metrics = {
-            "alodlm/denoise_loss": denoise.detach(),
+            "alodlm/denoise_loss": denoise,
             "alodlm/actor_loss": actor.detach(),
-            "alodlm/ar_loss": ar.detach(),
+            "alodlm/ar_loss": ar,
             **self._depths(rollout, valid_M, average_K, counts["masked"].clamp(min=1)),
         }
         if actor.requires_grad:
             metrics["alodlm/gate_grad_norm/mean"] = self._gate_gradient(actor / (1 + w_ar), rollout)
         return loss, metrics
 
-    def _token_losses(
-        self, model: Any, rollout: Rollout, loss_inputs: dict[str, torch.Tensor]
+    def _weights(
+        self, rollout: Rollout, loss_inputs: dict[str, torch.Tensor], counts: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropy of every readout in every pass, [M, K] and [A, K], logits one chunk at a time."""
+        """What each token's loss in each pass counts in its term, [M, K] and [A, K].
+
+        w_i omega_i^s, or w_i at the exit alone (ALoDLM C.4), and 1 / K, over the terms' counts.
+        """
+        logits_MK, exit_M = rollout.gate_logits_MK.detach(), rollout.exit_M
+        if self.section.intermediate_supervision:
+            shares_MK = stick.stick_weights(logits_MK, exit_M)
+        else:
+            shares_MK = F.one_hot(exit_M - 1, self.section.passes)
+        weights_M = 1 / counts["diffusion"].clamp(min=1) * loss_inputs["weights_M"]
+        each = 1 / counts["ar"].clamp(min=1) / self.section.passes
+        return weights_M[:, None] * shares_MK, each.expand(len(loss_inputs["labels_A"]), self.section.passes)
+
+    def _token_losses(
+        self,
+        model: Any,
+        rollout: Rollout,
+        loss_inputs: dict[str, torch.Tensor],
+        weights_NK: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weighted cross-entropy of all readouts, and of every readout in every pass, [N, K]."""
         passes = self.section.passes
         labels_N = torch.cat([loss_inputs["labels_M"], loss_inputs["labels_A"]])
-        hidden_1XD = rollout.hidden_KND.flatten(0, 1)[None]
-        losses_1X = token_losses(
-            model.lm_head, hidden_1XD, labels_N.repeat(passes)[None], num_chunks=passes * self.num_chunks
+        total, losses_1X = weighted_token_losses(
+            model.lm_head,
+            rollout.hidden_KND.flatten(0, 1)[None],
+            labels_N.repeat(passes)[None],
+            weights_NK.T.flatten()[None],
+            num_chunks=passes * self.num_chunks,
         )
-        losses_NK = losses_1X.view(passes, -1).T
-        count = len(loss_inputs["labels_M"])
-        return losses_NK[:count], losses_NK[count:]
-
-    def _denoise(self, losses_MK: torch.Tensor, rollout: Rollout, weights_M: torch.Tensor) -> torch.Tensor:
-        """sum_i w_i sum_s omega_i^s l_i^s, or w_i times the loss at the exit alone (ALoDLM C.4)."""
-        if self.section.intermediate_supervision:
-            omega_MK = stick.stick_weights(rollout.gate_logits_MK.detach(), rollout.exit_M)
-            return (weights_M * (omega_MK * losses_MK).sum(dim=1)).sum()
-        return (weights_M * _at_exit(losses_MK, rollout.exit_M)).sum()
+        return total, losses_1X.view(passes, -1).T
 
     def _actor(
         self, losses_MK: torch.Tensor, rollout: Rollout, valid_M: torch.Tensor, segment_M: torch.Tensor
