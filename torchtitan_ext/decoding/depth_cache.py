@@ -155,6 +155,8 @@ class _Plan(NamedTuple):
     rows_R1: torch.Tensor
     slots_RQ: torch.Tensor
     end: int
+    start: int | None
+    """First slot, when all rows take part and are equally long; a write is then one slice."""
 
 
 class DepthCache:
@@ -201,7 +203,8 @@ class DepthCache:
             raise ValueError(f"{end} slots are needed, but the cache has {len(self._slots_T)}")
         slots_RQ = lengths_R[:, None] + self._slots_T[:queries]
         rows_R = torch.tensor(index, device=self.device)
-        self._plan = _Plan(None if rows is None else rows_R, rows_R[:, None], slots_RQ, end)
+        start = end - queries if rows is None and len(set(self.lengths)) == 1 else None
+        self._plan = _Plan(None if rows is None else rows_R, rows_R[:, None], slots_RQ, end, start)
         return CachedAttention(self, self._slots_T[:end] <= slots_RQ[..., None])
 
     def update(
@@ -213,10 +216,13 @@ class DepthCache:
         if layer_id not in self._keys:
             self._allocate(layer_id, k_BLNH)
         at = self._index(layer_id, self.depth)
+        rows_R, rows_R1, slots_RQ, end, start = self._plan
         read = []
         for store, new_BLNH in ((self._keys, k_BLNH), (self._values, v_BLNH)):
-            rows_R, rows_R1, slots_RQ, end = self._plan
-            store[layer_id][at:, rows_R1, :, slots_RQ] = new_BLNH[:, :, None]
+            if start is None:
+                store[layer_id][at:, rows_R1, :, slots_RQ] = new_BLNH[:, :, None]
+            else:
+                store[layer_id][at:, :, :, start:end] = new_BLNH.transpose(1, 2)
             held_BNKH = store[layer_id][at, :, :, :end]
             read.append(held_BNKH if rows_R is None else held_BNKH.index_select(0, rows_R))
         return read[0], read[1]
