@@ -11,13 +11,16 @@ part of it under tensor parallel).
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import spmd_types as spmd
 import torch
 import tyro
 from torch import nn
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, compute_logprobs, cross_entropy_loss
 from torchtitan.config import CompileConfig, Configurable
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 
 from torchtitan_ext.errors import UserError
+from torchtitan_ext.objective import IGNORE_INDEX
 
 
 class TokenCrossEntropy(BaseLoss):
@@ -76,6 +79,42 @@ def _token_losses(logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> torch.Te
     return -logprobs_BL
 
 
+def _whole(logits_BLV: torch.Tensor) -> torch.Tensor:
+    """Logits of the whole vocabulary, on every rank of a tensor-parallel group."""
+    if spmd_mesh_size("tp") == 1:
+        return logits_BLV
+    mesh = current_spmd_mesh()
+    assert mesh is not None
+    return spmd.redistribute(logits_BLV, mesh.get_group("tp"), src=spmd.S(-1), dst=spmd.I)
+
+
+class _WeightedCrossEntropy(torch.autograd.Function):
+    """Weighted sum of the tokens' cross-entropies, and each of them, fp32 [B, L], without gradient.
+
+    The logits' gradient overwrites the log-probabilities, so that one tensor of the logits' size is
+    held beside them and not three. The sum may enter the loss with factor 1 alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_BLV: torch.Tensor, labels_BL: torch.Tensor, weights_BL: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        valid_BL = labels_BL != IGNORE_INDEX
+        at_BL1 = labels_BL.masked_fill(~valid_BL, 0)[..., None]
+        logprobs_BLV = logits_BLV.log_softmax(dim=-1)
+        losses_BL = torch.where(valid_BL, -logprobs_BLV.gather(-1, at_BL1)[..., 0], 0.0)
+        if ctx.needs_input_grad[0]:
+            weights_BL1 = torch.where(valid_BL, weights_BL, 0.0)[..., None]
+            gradient_BLV = logprobs_BLV.exp_().mul_(weights_BL1).scatter_add_(-1, at_BL1, -weights_BL1)
+            ctx.save_for_backward(gradient_BLV)
+        ctx.mark_non_differentiable(losses_BL)
+        return (losses_BL * weights_BL).sum(), losses_BL
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, None, None]:  # pyrefly: ignore[bad-override]
+        return ctx.saved_tensors[0], None, None
+
+
 class _KeptLosses(BaseLoss):
     """The weighted sum of token losses, which it keeps without their gradient."""
 
@@ -95,9 +134,9 @@ class _KeptLosses(BaseLoss):
         loss_weights_BL: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        losses_BL = _token_losses(pred, labels)
-        self.kept.append(losses_BL.detach())
-        return (losses_BL * loss_weights_BL).sum(), {}
+        total, losses_BL = _WeightedCrossEntropy.apply(_whole(pred).float(), labels, loss_weights_BL)
+        self.kept.append(losses_BL)
+        return total, {}
 
 
 def weighted_token_losses(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import torchtitan_ext  # noqa: F401
 from torchtitan_ext import attention, backbones, doubled, initialization, masks
+from torchtitan_ext.evaluation.bench_memory import PeakBytes
 from torchtitan_ext.losses import LossSection, TokenCrossEntropy, weighted_token_losses
 from torchtitan_ext.methods.block_diffusion.objective import BlockDiffusionObjective
 from torchtitan_ext.methods.tidar.objective import TiDARObjective, factors
@@ -419,6 +420,20 @@ def test_token_losses_by_chunks_equal_cross_entropy(chunks):
     ours = hidden.grad, head.weight.grad - before
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_chunk_of_token_losses_holds_two_tensors_of_its_logits_size():
+    """The logits and their gradient, in forward and backward."""
+    chunks, tokens, vocabulary = 4, 32, 20_000
+    head = torch.nn.Linear(4, vocabulary, bias=False)
+    hidden = torch.randn(1, chunks * tokens, 4, requires_grad=True)
+    labels = torch.randint(0, vocabulary, hidden.shape[:2])
+    with PeakBytes() as counted:
+        total, _ = weighted_token_losses(
+            head, hidden, labels, torch.ones(hidden.shape[:2]), num_chunks=chunks
+        )
+        total.backward()
+    assert counted.peak / (tokens * vocabulary * 4) == pytest.approx(2, abs=0.5)
 
 
 def test_terms_of_the_token_loss():
