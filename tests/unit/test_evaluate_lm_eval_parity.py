@@ -59,7 +59,9 @@ def test_likelihoods_and_choices(ours, theirs, name):
         chosen = [max(places, key=lambda i, found=found: found[i][0]) for found in (mine, reference)]
         assert chosen[0] == chosen[1]
         scores.append(told[0])
-    means = {key: sum(score[key] for score in scores) / ITEMS for key in ("acc", "acc_norm") if key in scores[0]}
+    means = {
+        key: sum(score[key] for score in scores) / ITEMS for key in ("acc", "acc_norm") if key in scores[0]
+    }
     print(f"\n{name}: {ITEMS} items, {len(requests)} requests, largest difference {worst:.2e}, {means}")
 
 
