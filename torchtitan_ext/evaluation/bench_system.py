@@ -242,7 +242,7 @@ def bench_start(settings: bench.Settings) -> list[bench.Row]:
             seconds = seconds_to_first_step([sys.executable, *command])
         rows.append(
             bench.row_of_once(
-                f"start to first step of train_configs/{toml.parent.name}/{toml.name}: ours / {START_SECONDS:.0f} s",
+                f"start to first step of {toml.relative_to(ROOT)}: ours / {START_SECONDS:.0f} s",
                 seconds,
                 START_SECONDS,
                 unit="s",
