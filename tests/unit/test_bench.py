@@ -360,7 +360,8 @@ def test_conversions_are_measured_with_their_memory():
 
 def test_the_start_is_measured_to_the_first_steps_line():
     [started] = bench_system.bench_start(bench.Settings(quick=True))
-    assert started.what == "start to first step of train_configs/ar/debug.toml: ours / 20 s" and started.ours > 0
+    assert started.what == "start to first step of train_configs/ar/debug.toml: ours / 20 s"
+    assert started.ours > 0
     script = "import time; print('step: 10'); print('\\x1b[31mstep:  1  loss'); time.sleep(60)"
     assert bench_system.seconds_to_first_step([sys.executable, "-c", script]) > 0
     with pytest.raises(RuntimeError, match="before its first step: bad input"):
