@@ -77,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
         "--trace",
         type=Path,
         metavar="FILE.png",
-        help="draw which forward filled each token, and how sure the model was, for methods that denoise "
-        "(mdlm, tdlm); of several prompts FILE-1.png, FILE-2.png, ...",
+        help="draw which forward filled each token, and how sure the model was, for decoders that fill masks "
+        "(of mdlm, tdlm, block_diffusion, wedlm, alodlm); of several prompts FILE-1.png, FILE-2.png, ...",
     )
     add(
         "--tensorboard",
@@ -113,7 +113,9 @@ def main(argv: list[str] | None = None) -> None:
     loaded = load_model(args.path, dtype=DTYPES[args.dtype], device=device, step=args.step)
     decode = chosen_decoder(strategy, loaded.model, method=loaded.method)
     if pictures:
-        traces.check_traced(loaded.model, method=loaded.method)
+        what = f"method {loaded.method!r}" if strategy is None else f"decoding strategy {strategy.name!r}"
+        first = encode(loaded, prompts[0], chat=args.chat)
+        traces.check_traced(decode, loaded.model, first, what=what)
         publish.settle(args, loaded)
     answers: list[dict[str, Any]] = []
     for begin in range(0, len(prompts), args.batch_size):

@@ -406,6 +406,6 @@ def test_no_prompts_and_the_model_is_left_as_it_was():
     modules = dict(model.named_modules())
     options = {"max_new_tokens": 4, "mask_id": MASK, "block_size": 4, "policy": "confidence"}
     empty = generate(model, [], **options)
-    assert list(empty) == [] and empty.forwards == 0 and empty.extra == {"revealed": []}
+    assert list(empty) == [] and empty.forwards == 0 and empty.extra == {"revealed": [], "traces": []}
     assert generate(model, [[1]], **options).seconds > 0
     assert dict(model.named_modules()) == modules and model._skip_lm_head is False

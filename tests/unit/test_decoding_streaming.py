@@ -175,21 +175,23 @@ def test_entropy_is_of_the_models_distribution_without_the_mask_token():
     logits[:, MASK] = 50.0
     logits[1, 5] = 100.0
     before = logits.clone()
-    tokens, entropy = choose(logits, mask_id=MASK, params=SamplingParams(), generators=[])
+    tokens, entropy, sure = choose(logits, mask_id=MASK, params=SamplingParams(), generators=[])
     assert tokens.tolist() == [0, 5, 0] and torch.equal(logits, before)
     assert entropy.dtype == torch.float32
     assert entropy.tolist() == pytest.approx([math.log(VOCAB - 1), 0.0, math.log(VOCAB - 1)])
+    assert sure.tolist() == pytest.approx([1 / (VOCAB - 1), 1.0, 1 / (VOCAB - 1)])
     generators = [torch.Generator().manual_seed(i) for i in range(200)]
     params = SamplingParams(temperature=3.0, top_k=8)
-    drawn, same = choose(logits[:1].expand(200, -1), mask_id=MASK, params=params, generators=generators)
+    drawn, same, each = choose(logits[:1].expand(200, -1), mask_id=MASK, params=params, generators=generators)
     assert MASK not in drawn.tolist() and len(set(drawn.tolist())) > 5
     assert same.tolist() == pytest.approx([math.log(VOCAB - 1)] * 200)
+    assert each.tolist() == pytest.approx([1 / (VOCAB - 1)] * 200)
 
 
 def test_entropy_against_its_definition():
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     p = torch.cat((logits[:, :MASK], logits[:, MASK + 1 :]), dim=1).double().softmax(-1)
-    _, entropy = choose(logits, mask_id=MASK, params=SamplingParams(), generators=[])
+    _, entropy, _ = choose(logits, mask_id=MASK, params=SamplingParams(), generators=[])
     torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(-1), atol=1e-6, rtol=1e-5)
 
 

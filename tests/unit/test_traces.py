@@ -14,7 +14,7 @@ from tests.unit.hf_exports import native
 from tools import generate as tool
 from torchtitan_ext.checkpoint.load import load_model
 from torchtitan_ext.decoding.interface import decoder_for
-from torchtitan_ext.decoding.masked_diffusion import Trace
+from torchtitan_ext.decoding.trace import Trace
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.evaluation import traces as module
 from torchtitan_ext.evaluation.traces import (
@@ -232,3 +232,27 @@ def test_what_cannot_be_drawn_or_read_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="pip install"):
         draw_trace(tmp_path / "a.png", trace())
     assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize("case", ["block_diffusion", "wedlm", "alodlm"])
+def test_a_trace_is_the_decoding(case, tmp_path):
+    """Every place is revealed once, in the forward that counts it, with the token that was given out."""
+    loaded = load_model(native(tmp_path / "step-1", case))
+    options = {"policy": "threshold", "threshold": 0.02} if case == "block_diffusion" else {"tau": 5.0}
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    found = decoder_for(case)(loaded.model, prompts, max_new_tokens=11, **options)
+    for prompt, row, traced, revealed in zip(
+        prompts, found.results, found.extra["traces"], found.extra["revealed"], strict=True
+    ):
+        assert traced["prompt_tokens"] == len(prompt)
+        assert traced["tokens"] == row.new_tokens
+        assert [traced["steps"].count(step + 1) for step in range(traced["forwards"])] == revealed
+        assert all(0 < value <= 1 for value in traced["confidence"])
+    assert any(max(revealed) > 1 for revealed in found.extra["revealed"])
+
+
+def test_generate_refuses_the_trace_of_a_strategy_without_one(tmp_path):
+    native(tmp_path / "step-1", "tidar")
+    target = str(tmp_path / "t.png")
+    with pytest.raises(UserError, match="decoding strategy 'ar' has no trace to draw"):
+        tool.main([str(tmp_path), "--prompt", "a", "--decode", "ar", "--trace", target])

@@ -46,6 +46,7 @@ from torchtitan_ext.decoding.sampling import (
     probabilities,
     row_generators,
 )
+from torchtitan_ext.decoding.trace import Recorder, Trace
 from torchtitan_ext.errors import UserError
 
 Policy = Literal["confidence", "threshold", "left_to_right"]
@@ -214,7 +215,8 @@ def generate(
     ``on_token`` gets tokens in order, once everything left of them is known; ``on_step`` is
     called before, with all that the forward has revealed.
     ``Generation.extra["revealed"]``: tokens revealed by each forward, a list for each row; behind
-    a stop token there may be more of them than new tokens.
+    a stop token there may be more of them than new tokens. ``extra["traces"]``: a
+    :class:`~torchtitan_ext.decoding.trace.Trace` for each row.
     Errors: :class:`UserError` before the first forward for options or prompts that do not fit.
     """
     rules = Rules(
@@ -246,7 +248,7 @@ def generate(
         results=[row.result(forwards=len(row.revealed)) for row in rows],
         forwards=forwards,
         seconds=time.perf_counter() - begin,
-        extra={"revealed": [row.revealed for row in rows]},
+        extra={"revealed": [row.revealed for row in rows], "traces": [row.trace() for row in rows]},
     )
 
 
@@ -267,8 +269,10 @@ class _Row(Row):
     """The active block; None is a mask."""
 
     revealed: list[int] = field(default_factory=list)
+    record: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
+        self.record = Recorder(self.max_new_tokens)
         observed = len(self.prompt) % self.rules.block_size if self.rules.clean == "block" else 0
         self.start = len(self.prompt) - observed
         self.pending = self.prompt[: self.start]
@@ -282,11 +286,13 @@ class _Row(Row):
         """Slots of the active block whose predictions are needed."""
         return self.rules.read(self.block, self.max_new_tokens - len(self.new))
 
-    def reveal(self, tokens: dict[int, int]) -> list[int]:
-        """Put tokens into slots; those that can now be given out, in order."""
-        for slot, token in tokens.items():
-            self.block[slot] = token
+    def reveal(self, tokens: dict[int, tuple[int, float]]) -> list[int]:
+        """Put tokens, each with its confidence, into slots; those that can now be given out, in order."""
         self.revealed.append(len(tokens))
+        for slot, (token, confidence) in tokens.items():
+            self.block[slot] = token
+            place = self.start + slot - len(self.prompt)
+            self.record.reveal(place, token, step=len(self.revealed), confidence=confidence)
         given = len(self.prompt) + len(self.new) - self.start
         return self._leading(given)
 
@@ -297,6 +303,16 @@ class _Row(Row):
         if self.pending:
             self.start += len(self.pending)
             self.block = [*self._masks(self.start)]
+
+    def trace(self) -> Trace:
+        """When each token was revealed; ``tau`` is what ``threshold`` compares with."""
+        return self.record.trace(
+            policy=self.rules.policy,
+            tau=self.rules.threshold,
+            block_size=self.rules.block_size,
+            prompt_tokens=len(self.prompt),
+            forwards=len(self.revealed),
+        )
 
     def _leading(self, begin: int) -> list[int]:
         """Known tokens of the active block from slot ``begin`` to the first mask."""
@@ -358,11 +374,11 @@ class _Run:
         )
         tokens, confidence = iter(tokens_M.tolist()), iter(confidence_M.tolist())
         for row, slots in zip(rows, reads, strict=True):
-            chosen = [next(tokens) for _ in slots]
-            picked = self.rules.select([next(confidence) for _ in slots])
+            chosen = [(next(tokens), next(confidence)) for _ in slots]
+            picked = self.rules.select([value for _, value in chosen])
             self._take(row, {slots[i]: chosen[i] for i in picked})
 
-    def _take(self, row: _Row, tokens: dict[int, int]) -> None:
+    def _take(self, row: _Row, tokens: dict[int, tuple[int, float]]) -> None:
         ready = row.reveal(tokens)
         if self.on_step is not None:
             self.on_step(row.index, len(tokens))

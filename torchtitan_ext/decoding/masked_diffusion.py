@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from torchtitan_ext.decoding.interface import (
 from torchtitan_ext.decoding.rotary import step_rotary
 from torchtitan_ext.decoding.rows import Row
 from torchtitan_ext.decoding.sampling import GREEDY, SamplingParams, row_generators
+from torchtitan_ext.decoding.trace import Recorder, Trace
 from torchtitan_ext.errors import UserError
 
 Policy = Literal["one_token", "threshold", "entropy"]
@@ -66,26 +67,6 @@ class TemporalMemory(Protocol):
     def select(self, rows: Sequence[int], length: int) -> None:
         """Keep these rows, in this order, and their first ``length`` positions."""
         ...
-
-
-class Trace(TypedDict):
-    """When each token of one response was revealed; plain data, as JSON takes it."""
-
-    policy: str
-    tau: float
-    block_size: int
-    prompt_tokens: int
-    forwards: int
-    """Forwards of this row (NFE)."""
-
-    tokens: list[int | None]
-    """The response; None where it was never revealed, behind a stop token."""
-
-    steps: list[int | None]
-    """The forward that revealed each token, counted from 1."""
-
-    confidence: list[float | None]
-    """Its probability in that forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,13 +202,11 @@ class _Row(Row):
     response: list[int | None]
     """None is a mask."""
 
-    steps: list[int | None] = field(init=False)
-    confidence: list[float | None] = field(init=False)
+    record: Recorder = field(init=False)
     forwards: int = 0
 
     def __post_init__(self) -> None:
-        self.steps = [None] * len(self.response)
-        self.confidence = [None] * len(self.response)
+        self.record = Recorder(len(self.response))
 
     @property
     def length(self) -> int:
@@ -250,7 +229,8 @@ class _Row(Row):
         """Put tokens into places; those that can now be given out, in order."""
         self.forwards += 1
         for place, token, value in zip(places, tokens, confidence, strict=True):
-            self.response[place], self.steps[place], self.confidence[place] = token, self.forwards, value
+            self.response[place] = token
+            self.record.reveal(place, token, step=self.forwards, confidence=value)
         if self.finish is not None:
             return []
         ready = self.response[len(self.new) :]
@@ -258,15 +238,12 @@ class _Row(Row):
         return [token for token in ready[:first_mask] if token is not None]
 
     def trace(self) -> Trace:
-        return Trace(
+        return self.record.trace(
             policy=self.rules.policy,
             tau=self.rules.tau,
             block_size=self.rules.block_size,
             prompt_tokens=len(self.prompt),
             forwards=self.forwards,
-            tokens=self.response,
-            steps=self.steps,
-            confidence=self.confidence,
         )
 
 

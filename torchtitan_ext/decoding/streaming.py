@@ -40,6 +40,7 @@ from torchtitan_ext.decoding.interface import (
 from torchtitan_ext.decoding.rotary import step_rotary
 from torchtitan_ext.decoding.rows import Row
 from torchtitan_ext.decoding.sampling import GREEDY, SamplingParams, draw, probabilities, row_generators
+from torchtitan_ext.decoding.trace import Recorder, Trace
 from torchtitan_ext.errors import UserError
 
 Feedback = Literal["cumulative", "one_shot"]
@@ -102,18 +103,21 @@ def physical_order(window: Sequence[int | None]) -> list[int]:
 
 def choose(
     logits_MV: torch.Tensor, *, mask_id: int, params: SamplingParams, generators: Sequence[torch.Generator]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each slot, and the entropy in nats of the model's distribution there, both [M].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A token for each slot, the entropy in nats of the model's distribution there, and its probability.
 
-    Everything is fp32, without the mask token, which is never chosen. The entropy is that at
-    temperature 1, whatever ``params``. ``generators``: one for each slot; greedy draws nothing.
+    All [M]. Everything is fp32, without the mask token, which is never chosen. The distribution is that
+    at temperature 1, whatever ``params``. ``generators``: one for each slot; greedy draws nothing.
     """
     logits_MV = logits_MV.to(torch.float32, copy=True)
     logits_MV[:, mask_id] = -math.inf
-    entropy_M = torch.special.entr(logits_MV.softmax(dim=-1)).sum(dim=-1)
+    probs_MV = logits_MV.softmax(dim=-1)
+    entropy_M = torch.special.entr(probs_MV).sum(dim=-1)
     if params.is_greedy:
-        return logits_MV.argmax(dim=-1), entropy_M
-    return draw(probabilities(logits_MV, params), generators), entropy_M
+        tokens_M = logits_MV.argmax(dim=-1)
+    else:
+        tokens_M = draw(probabilities(logits_MV, params), generators)
+    return tokens_M, entropy_M, probs_MV.gather(-1, tokens_M[:, None])[:, 0]
 
 
 def generate(
@@ -214,6 +218,11 @@ class _Row(Row):
     halted: dict[int, float] = field(default_factory=dict)
     """Cumulative halt probability of the slots, in the current step."""
 
+    record: Recorder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.record = Recorder(self.max_new_tokens)
+
     def begin_step(self) -> int:
         """Append masks for the filled slots at the front; how many of those there are."""
         leading = len(self.known())
@@ -233,7 +242,12 @@ class _Row(Row):
         return [t for t in takewhile(lambda token: token is not None, self.window) if t is not None]
 
     def take(
-        self, depth: int, tokens: Sequence[int], entropy: Sequence[float], hazards: Sequence[float] | None
+        self,
+        depth: int,
+        tokens: Sequence[int],
+        entropy: Sequence[float],
+        confidence: Sequence[float],
+        hazards: Sequence[float] | None,
     ) -> list[int] | None:
         """What a pass has read at the masked slots; the slots it fills, or None if it ends the step.
 
@@ -245,15 +259,16 @@ class _Row(Row):
             places = [self.committed + slot for slot in slots]
             self.first_hazard.update(zip(places, hazards, strict=True))
         chosen = dict(zip(slots, tokens, strict=True))
+        sure = dict(zip(slots, confidence, strict=True))
         slots = self._before_end(chosen)
         entropy = entropy[: len(slots)]
         picked = self.rules.select(slots, entropy)
-        self._fill(depth, {slot: chosen[slot] for slot in picked})
+        self._fill(depth, {slot: (chosen[slot], sure[slot]) for slot in picked})
         if hazards is not None and self._goes_on(dict(zip(slots, hazards[: len(slots)], strict=True))):
             return picked
         if not self.filled:
             least = self.rules.least(slots, entropy)
-            self._fill(depth, {least: chosen[least]})
+            self._fill(depth, {least: (chosen[least], sure[least])})
         self.passes.append(depth)
         self.revealed.append(len(self.filled))
         return None
@@ -275,11 +290,22 @@ class _Row(Row):
         end = next((slot for slot, token in enumerate(best) if token in self.stop_ids), len(best))
         return [slot for slot in chosen if slot <= end]
 
-    def _fill(self, depth: int, tokens: dict[int, int]) -> None:
-        self.filled.update(tokens)
-        for slot, token in tokens.items():
-            self.window[slot] = token
-            self.fill_depth[self.committed + slot] = depth
+    def _fill(self, depth: int, tokens: dict[int, tuple[int, float]]) -> None:
+        for slot, (token, confidence) in tokens.items():
+            self.filled[slot] = self.window[slot] = token
+            place = self.committed + slot
+            self.fill_depth[place] = depth
+            self.record.reveal(place, token, step=len(self.passes) + 1, confidence=confidence)
+
+    def trace(self) -> Trace:
+        """When each token was filled, by steps; the window slides, so the response is one block."""
+        return self.record.trace(
+            policy="stream",
+            tau=self.rules.tau,
+            block_size=self.max_new_tokens,
+            prompt_tokens=len(self.prompt),
+            forwards=len(self.passes),
+        )
 
     def _goes_on(self, hazards: dict[int, float]) -> bool:
         """Whether another pass follows: a = a + (1 - a) lambda, and its mean over the masked slots < q.
@@ -400,21 +426,21 @@ class _Run:
         where = [(r, order.index(slot)) for r, (row, order) in places for slot in row.masked()]
         index_2M = torch.tensor(where, device=readout_RQD.device).T
         readout_MD = readout_RQD[index_2M[0], index_2M[1]]
-        tokens_M, entropy_M = choose(
+        tokens_M, entropy_M, confidence_M = choose(
             self.model.lm_head(readout_MD),
             mask_id=self.mask_id,
             params=self.sampling,
             generators=[step.rows[r].generator for r, _ in where],
         )
         last = depth == self.way.count
-        values = [tokens_M.tolist(), entropy_M.tolist()]
+        values = [tokens_M.tolist(), entropy_M.tolist(), confidence_M.tolist()]
         if not last:
             values.append(self.way.hazard(readout_MD, depth).float().tolist())
         picked, begin = [], 0
         for row in step.rows:
             end = begin + len(row.masked())
-            tokens, entropy, *hazards = [value[begin:end] for value in values]
-            picked.append(row.take(depth, tokens, entropy, None if last else hazards[0]))
+            tokens, entropy, confidence, *hazards = [value[begin:end] for value in values]
+            picked.append(row.take(depth, tokens, entropy, confidence, None if last else hazards[0]))
             begin = end
         return picked
 
@@ -448,7 +474,8 @@ def _report(rows: Sequence[_Row], way: Passes, size: BackboneSize) -> dict[str, 
     """What the rows cost.
 
     Lists of one entry a row: ``revealed``: slots filled by each step (behind a stop token there may be
-    more than new tokens); ``passes``: passes of each step; ``depths``: pass in which each new token
+    more than new tokens); ``traces``: a :class:`~torchtitan_ext.decoding.trace.Trace`, whose forwards are
+    steps; ``passes``: passes of each step; ``depths``: pass in which each new token
     was filled; ``first_hazards`` (several passes only): halt probability of each new token in the
     first pass of the step that filled it.
     Numbers: ``tokens_per_step``, ``mean_passes`` (of a step) and ``path_layers`` (layers a slot goes
@@ -472,6 +499,7 @@ def _report(rows: Sequence[_Row], way: Passes, size: BackboneSize) -> dict[str, 
     steps = [passes for row in rows for passes in row.passes]
     report: dict[str, Any] = {
         "revealed": [row.revealed for row in rows],
+        "traces": [row.trace() for row in rows],
         "passes": [row.passes for row in rows],
         "depths": [[row.fill_depth[i] for i in range(len(row.new))] for row in rows],
         "tokens_per_step": new / max(len(steps), 1),

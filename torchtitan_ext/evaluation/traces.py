@@ -11,8 +11,8 @@ from typing import cast
 from torch import nn
 
 from torchtitan_ext.data.tokenizers import Tokenizer
-from torchtitan_ext.decoding.masked_diffusion import Trace
-from torchtitan_ext.decoding.strategies import family_of
+from torchtitan_ext.decoding.interface import Decoder
+from torchtitan_ext.decoding.trace import Trace
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.evaluation.plots import check_can_draw
 from torchtitan_ext.evaluation.tasks import whole_file
@@ -119,12 +119,15 @@ def draw_trace(path: Path, trace: Trace, *, texts: Sequence[str] | None = None, 
         figure.savefig(temporary, format="png", dpi=150)
 
 
-def check_traced(model: nn.Module, *, method: str) -> None:
-    """Errors: UserError for a model whose decoders record no trace: all but those that denoise."""
-    if family_of(model) != "denoising":
+def check_traced(decode: Decoder, model: nn.Module, prompt: Sequence[int], *, what: str) -> None:
+    """Errors: UserError for a decoder that records no trace, found by decoding one token.
+
+    ``what``: the decoder's name for the message.
+    """
+    if "traces" not in decode(model, [prompt], max_new_tokens=1).extra:
         raise UserError(
-            f"method {method!r} has no trace to draw: only methods that denoise (mdlm, tdlm) record "
-            "when each token was filled"
+            f"{what} has no trace to draw: only decoders that fill masks (mdlm, tdlm, block_diffusion, "
+            "wedlm, alodlm) record when each token was filled"
         )
 
 

@@ -18,7 +18,8 @@ from torchtitan.tools.logging import logger
 from torchtitan_ext import progress
 from torchtitan_ext.backbones import Backbone
 from torchtitan_ext.checkpoint.load import LoadedModel
-from torchtitan_ext.decoding.masked_diffusion import Prediction, Trace, generate
+from torchtitan_ext.decoding.masked_diffusion import Prediction, generate
+from torchtitan_ext.decoding.trace import Trace
 from torchtitan_ext.errors import UserError
 from torchtitan_ext.trajectories import shards
 from torchtitan_ext.trajectories.fingerprint import backbone_fingerprint, tokenizer_fingerprint
