@@ -12,6 +12,9 @@ from torchtitan_ext.decoding import autoregressive, narrow
 from torchtitan_ext.decoding.narrow import ROWS, narrow_linear, narrow_products
 
 
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL")
+
+
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1), (3, 1), (1, 4), (5,), (2, 4), (0, 1)])
 @pytest.mark.parametrize("outputs", [12, 13])
 @pytest.mark.parametrize("bias", [False, True])
@@ -41,6 +44,7 @@ def test_only_few_rows_leave_the_plain_product(monkeypatch):
     assert asked == [ROWS + 1, ROWS + 2]
 
 
+@needs_mkl
 def test_serves_fp32_linears_alone_and_leaves_nothing_behind(monkeypatch):
     asked = []
     monkeypatch.setattr(narrow, "narrow_linear", lambda x, w, b: asked.append(w) or F.linear(x, w, b))
@@ -55,6 +59,7 @@ def test_serves_fp32_linears_alone_and_leaves_nothing_behind(monkeypatch):
     assert len(asked) == 1
 
 
+@needs_mkl
 def test_every_product_of_a_step_is_narrow(monkeypatch):
     model, seen = random_model(), []
 
