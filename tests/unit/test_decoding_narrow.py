@@ -11,7 +11,6 @@ from tests.unit.test_decoding_autoregressive import random_model, random_prompts
 from torchtitan_ext.decoding import autoregressive, narrow
 from torchtitan_ext.decoding.narrow import ROWS, narrow_linear, narrow_products
 
-
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL")
 
 
