@@ -30,6 +30,11 @@ def wait(code: int, *, ignore: bool = False) -> None:
 
 
 def die(number: int) -> None:
+    # Once all are up: another that is still starting would be ended before it has noted anything.
+    deadline, world = time.monotonic() + 60, int(os.environ["WORLD_SIZE"])
+    while Path(sys.argv[1]).read_text().count(f"up restart={restart} ") < world:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     os.kill(os.getpid(), number)
     time.sleep(60)
 
