@@ -106,7 +106,7 @@ def convert_from_hf(
         state_dict = hf_folder.load_tensors(infos)
         if adapter.allow_missing:  # else check_folder found them all
             state_dict.update(_fresh(spec, have=state_dict, seed=seed))
-        _save(state_dict, folder)
+        save_weights(state_dict, folder)
         _copy_assets(source, folder / ASSETS)
         hf_folder.write_json(folder / ASSETS / HF_KEYS, sorted(found))
         (folder / CONFIG).write_text(_config_text(choice), encoding="utf-8")
@@ -337,8 +337,11 @@ def _nbytes(entry: TensorStorageMetadata, cast: torch.dtype | None) -> int:
     return entry.size.numel() * (cast or entry.properties.dtype).itemsize
 
 
-def _save(state_dict: dict[str, torch.Tensor], folder: Path) -> None:
-    """A DCP checkpoint of one process."""
+def save_weights(state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write tensors as a DCP checkpoint of one process.
+
+    Errors: UserError on a full disk.
+    """
     nbytes = sum(tensor.nbytes for tensor in state_dict.values())
     with (
         warnings.catch_warnings(),

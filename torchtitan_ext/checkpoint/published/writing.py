@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch.distributed.checkpoint as dcp
 
 from torchtitan_ext.backbones import HFAdapter
 from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD, model_shapes
 from torchtitan_ext.backbones.key_maps import is_ignorable
 from torchtitan_ext.checkpoint import assets as hf_assets
 from torchtitan_ext.checkpoint import hf_folder
-from torchtitan_ext.checkpoint.convert import ASSETS, CONFIG, HF_KEYS, MARKER, ModelChoice, model_spec
+from torchtitan_ext.checkpoint.convert import (
+    ASSETS,
+    CONFIG,
+    HF_KEYS,
+    MARKER,
+    ModelChoice,
+    model_spec,
+    save_weights,
+)
 from torchtitan_ext.checkpoint.hf_folder import TensorInfo
 from torchtitan_ext.checkpoint.published import recognise
 from torchtitan_ext.checkpoint.published.facts import Published
@@ -56,7 +61,7 @@ def convert_published(hf_dir: str | Path, ckpt_dir: str | Path, *, overwrite: bo
             infos[HEAD] = infos[EMBEDDING]
         weights = hf_folder.load_tensors(infos)
         weights.update(published.tensors)
-        _save(weights, folder)
+        save_weights(weights, folder)
         keys = [adapter.names.get(ours, ours) for ours in [*infos, *published.tensors]]
         if adapter.size.tied:
             keys.remove(adapter.names[HEAD])
@@ -109,14 +114,6 @@ def _write_assets(source: Path, target: Path, *, config: Mapping[str, Any]) -> N
     for path in (path for pattern in _TERMS for path in source.glob(pattern) if path.is_file()):
         shutil.copyfile(path, target / path.name)
     hf_folder.write_json(target / "config.json", dict(config))
-
-
-def _save(weights: dict[str, Any], folder: Path) -> None:
-    nbytes = sum(tensor.nbytes for tensor in weights.values())
-    with warnings.catch_warnings(), hf_folder.growing(folder, nbytes=nbytes, what="writing checkpoint"):
-        # One process without a process group is what is meant here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(weights, checkpoint_id=folder, no_dist=True)
 
 
 def _config_text(published: Published) -> str:
