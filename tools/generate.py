@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     if pictures:
         what = f"method {loaded.method!r}" if strategy is None else f"decoding strategy {strategy.name!r}"
         first = encode(loaded, prompts[0], chat=args.chat)
-        traces.check_traced(decode, loaded.model, first, what=what)
+        traces.check_traced(decode, loaded.model, first, what=what, bos_id=loaded.tokenizer.bos_id)
         publish.settle(args, loaded)
     answers: list[dict[str, Any]] = []
     for begin in range(0, len(prompts), args.batch_size):

@@ -178,6 +178,15 @@ def test_generate_draws_the_decoding_of_each_prompt(run, tmp_path, monkeypatch, 
     capsys.readouterr()
 
 
+def test_an_empty_prompt_has_a_trace_too(run, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(tool, "encode", lambda *args, **kwargs: [])  # a tokenizer that adds no BOS by itself
+    picture = tmp_path / "t.png"
+    tool.main([str(run), "--prompt", "", "--max-new-tokens", "2", "--trace", str(picture)])
+    assert picture.is_file()
+    capsys.readouterr()
+
+
 def test_generate_shows_its_pictures_in_tensorboard(run, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

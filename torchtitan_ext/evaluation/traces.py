@@ -119,12 +119,14 @@ def draw_trace(path: Path, trace: Trace, *, texts: Sequence[str] | None = None, 
         figure.savefig(temporary, format="png", dpi=150)
 
 
-def check_traced(decode: Decoder, model: nn.Module, prompt: Sequence[int], *, what: str) -> None:
+def check_traced(
+    decode: Decoder, model: nn.Module, prompt: Sequence[int], *, what: str, bos_id: int | None = None
+) -> None:
     """Errors: UserError for a decoder that records no trace, found by decoding one token.
 
-    ``what``: the decoder's name for the message.
+    ``what``: the decoder's name for the message. ``bos_id``: what an empty prompt starts from.
     """
-    if "traces" not in decode(model, [prompt], max_new_tokens=1).extra:
+    if "traces" not in decode(model, [prompt], max_new_tokens=1, bos_id=bos_id).extra:
         raise UserError(
             f"{what} has no trace to draw: only decoders that fill masks (mdlm, tdlm, block_diffusion, "
             "wedlm, alodlm) record when each token was filled"
