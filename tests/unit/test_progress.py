@@ -156,8 +156,7 @@ def test_lines_for_the_same_terminal_stay_above_the_bar(attach, monkeypatch):
     long = "row" + " x y" * 40
     with progress.bar("chain_sum", total=8, unit="samples"):
         print(long)
-        # Handled whatever level other tests have left the logger at.
-        logging.getLogger().handle(logging.makeLogRecord({"msg": "careful", "levelno": logging.WARNING}))
+        logging.getLogger().warning("careful")
     assert handler.stream is terminal.far
     assert visible(terminal.close()).split("\n") == [long, "careful"]
 
