@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 
 import pytest
 
-BEFORE = logging.getLogger().level
+NAME = "TORCHTITAN_EXT_OF_ANOTHER_TEST"
+
+
+def state() -> tuple[object, ...]:
+    root = logging.getLogger()
+    return root.level, root.manager.disable, os.environ.get(NAME), signal.getsignal(signal.SIGUSR1)
+
+
+BEFORE = state()
+
+
+def spoil() -> None:
+    logging.basicConfig(level=logging.CRITICAL, force=True)
+    logging.disable(logging.ERROR)
+    os.environ[NAME] = "1"
+    signal.signal(signal.SIGUSR1, lambda *args: None)
 
 
 @pytest.fixture(scope="module")
 def tool_has_run() -> bool:
-    logging.basicConfig(level=logging.CRITICAL, force=True)
+    spoil()
     return True
 
 
-def test_a_fixture_that_sets_up_the_root_logger_is_not_felt(tool_has_run, caplog):
-    assert tool_has_run and logging.getLogger().level == BEFORE
+def test_what_a_fixture_of_the_module_sets_up_is_not_felt(tool_has_run, caplog):
+    assert tool_has_run and state() == BEFORE
     logging.getLogger().warning("heard")
     assert caplog.messages == ["heard"]
 
 
-@pytest.mark.parametrize("level", [logging.CRITICAL, logging.DEBUG])
-def test_a_test_that_sets_it_up_is_not_felt_by_the_next(level):
-    assert logging.getLogger().level == BEFORE
-    logging.basicConfig(level=level, force=True)
+@pytest.mark.parametrize("turn", range(2))
+def test_what_a_test_sets_up_is_not_felt_by_the_next(turn):
+    assert state() == BEFORE
+    spoil()
