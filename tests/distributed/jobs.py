@@ -186,6 +186,23 @@ def train_logged(folder: str, args: list[str]) -> dict[str, Any]:
     return {"loss": recorder.series("loss_metrics/global_avg_loss"), "log": "\n".join(lines)}
 
 
+def first_optimizer_groups(folder: str, args: list[str]) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, without parameters, as the first step of this start uses them."""
+    trainer = build(folder, args)
+    seen: list[dict[str, Any]] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not seen:
+            seen.extend({k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups)
+
+    trainer.checkpointer.load(step=-1)  # which makes one step of zeros
+    for optimizer in trainer.optimizers:
+        optimizer.register_step_pre_hook(note)
+    trainer.train()
+    finish(trainer)
+    return seen
+
+
 def train_with_slow_save(folder: str, args: list[str]) -> None:
     """Data files are written, then the save sleeps before its metadata."""
     from torch.distributed.checkpoint import FileSystemWriter

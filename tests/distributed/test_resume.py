@@ -51,6 +51,25 @@ def test_resume_on_another_number_of_ranks(before, after, tmp_path):
         assert got[step] == pytest.approx(loss, abs=1e-4), f"step {step}"
 
 
+def test_a_resume_trains_with_the_optimizer_of_the_config(tmp_path):
+    """What the command says of the optimizer holds from the first step on; moments are the checkpoint's."""
+    run(jobs.train, world=1, folder=str(tmp_path), args=steps(5))
+    changed = {
+        "lr": "0.1",
+        "weight_decay": "0",
+        "beta2": "0.5",
+        "no_weight_decay": "norm",
+        "implementation": "for-loop",
+    }
+    args = [*steps(6), *(word for key, value in changed.items() for word in (f"--optimizer.{key}", value))]
+    args += ["--lr_scheduler.total_steps", "8", "--lr_scheduler.warmup_steps", "0"]
+    (groups,) = run(jobs.first_optimizer_groups, world=1, folder=str(tmp_path), args=args)
+    assert len(groups) == 2  # with and without weight decay
+    for group in groups:
+        assert group["lr"] == pytest.approx(0.1 * (1 - 5 / 8))  # of step 6 of 8
+        assert (group["betas"], group["weight_decay"], group["fused"]) == ((0.9, 0.5), 0, False)
+
+
 def test_resume_with_tensor_parallel_and_back(tmp_path):
     tp = ["--parallelism.tensor_parallel_degree", "2"]
     (tmp_path / "whole").mkdir()

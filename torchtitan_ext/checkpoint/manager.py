@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.checkpointer.base import MODEL, TRAIN_STATE
+from torchtitan.components.checkpointer.base import LR_SCHEDULER, MODEL, TRAIN_STATE
 from torchtitan.tools import filesystem, utils
 from torchtitan.tools.logging import logger
 
@@ -303,7 +303,12 @@ class ExtCheckpointManager(CheckpointManager):
                     f"[checkpoint] load_step = {step}: {self._create_checkpoint_id(step)} cannot be loaded: "
                     f"{reason}"
                 )
-        return super()._load(step)
+        loaded = super()._load(step)
+        # The schedule knows its step now; the optimizers' groups have the rate of another until it moves.
+        for scheduler in self.states[LR_SCHEDULER]:
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+        return loaded
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool

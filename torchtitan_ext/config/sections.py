@@ -12,6 +12,7 @@ import torch.nn as nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config import Configurable, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.tools.logging import logger
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,6 +41,32 @@ class ModelSection:
 
     attention: Literal["auto", "dense", "flex", "varlen"] = "auto"
     """Attention kernel. auto: dense on the CPU, flex on a GPU."""
+
+
+class Optimizers(OptimizersContainer):
+    """torchtitan's container; a checkpoint brings moments and step counts, the config all the rest."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        pass
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torchtitan's would put the checkpoint's weight decay and the like in place of the config's."""
+        own = {name: value for name, value in self.state_dict().items() if name.startswith("param_groups.")}
+        changes = {}
+        for name, value in own.items():
+            key = _SHOWN.get(name.rsplit(".", 1)[1])
+            if key and name in state_dict and state_dict[name] != value:
+                changes[f"{key} = {value} (there {state_dict[name]})"] = None
+        if changes:
+            logger.warning(
+                f"[optimizer] is not that of the checkpoint, and the config's holds: {'; '.join(changes)}"
+            )
+        super().load_state_dict({**state_dict, **own})
+
+
+_SHOWN = {"initial_lr": "lr", "betas": "(beta1, beta2)", "eps": "eps", "weight_decay": "weight_decay"}
+"""A parameter group's values that are worth a word, and their keys; ``lr`` itself is the schedule's."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +106,7 @@ class OptimizerSection(Configurable.Config):
             raise ValueError(f"optimizer.weight_decay must not be negative, got {self.weight_decay}")
 
     # pyrefly: ignore[bad-override] - torchtitan passes the runtime objects by keyword
-    def build(self, *, model_parts: list[nn.Module], **kwargs: Any) -> OptimizersContainer:
+    def build(self, *, model_parts: list[nn.Module], **kwargs: Any) -> Optimizers:
         """Optimizers over the trainable parameters of the model parts."""
         common = {
             "lr": self.lr,
@@ -93,7 +120,7 @@ class OptimizerSection(Configurable.Config):
         groups = [(p, {**common, "weight_decay": 0.0}) for p in patterns]
         if any(not any(re.search(p, n) for p in patterns) for n in trained):
             groups.append((r".*", common))
-        config = OptimizersContainer.Config(
+        config = Optimizers.Config(
             param_groups=[
                 ParamGroupConfig(pattern=pattern, optimizer_name=self.name, optimizer_kwargs=kwargs_)
                 for pattern, kwargs_ in groups
