@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,28 @@ def test_a_resume_trains_with_the_optimizer_of_the_config(tmp_path):
     for group in groups:
         assert group["lr"] == pytest.approx(0.1 * (1 - 5 / 8))  # of step 6 of 8
         assert (group["betas"], group["weight_decay"], group["fused"]) == ((0.9, 0.5), 0, False)
+
+
+def test_the_same_command_goes_on_whatever_it_says_of_loading(tmp_path):
+    """A start by the queue repeats nothing; another command is followed to the letter."""
+    run(jobs.train, world=1, folder=str(tmp_path), args=steps(7))
+    loading = ["--checkpoint.load_step", "5", "--checkpoint.exclude_from_loading", "dataloader"]
+
+    def start_again(count: int) -> dict[str, Any]:
+        return run(jobs.train_logged, world=1, folder=str(tmp_path), args=[*steps(count), *loading])[0]
+
+    first = start_again(12)
+    shutil.rmtree(tmp_path / "out" / "checkpoint" / "step-12")
+    second, other = start_again(12), start_again(13)
+    assert list(first["loss"]) == [*range(6, 13)] and list(other["loss"]) == [*range(6, 14)]
+    assert {step: first["loss"][step] for step in (11, 12)} == second["loss"]
+    for key in ("load_step = 5", "exclude_from_loading"):
+        assert [f"{key} was followed before" in r["log"] for r in (first, second, other)] == [
+            False,
+            True,
+            False,
+        ]
+    assert ["newer checkpoints stay" in r["log"] for r in (first, second, other)] == [True, False, True]
 
 
 def test_resume_with_tensor_parallel_and_back(tmp_path):

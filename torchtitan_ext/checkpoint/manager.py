@@ -294,21 +294,56 @@ class ExtCheckpointManager(CheckpointManager):
         return step
 
     def _load(self, step: int = -1) -> bool:
-        if not self.load_only and not filesystem.is_remote(self.folder):
+        local = not filesystem.is_remote(self.folder)
+        if local and not self.load_only:
             on_rank_zero(self._tidy)
-        if step != -1 and not filesystem.is_remote(self.folder):
+            step = on_rank_zero(lambda: self._where_to_go_on(step))
+        if step != -1 and local:
             reason = on_rank_zero(lambda: whole.damage(Path(self._create_checkpoint_id(step))))
             if reason is not None:
                 raise UserError(
                     f"[checkpoint] load_step = {step}: {self._create_checkpoint_id(step)} cannot be loaded: "
                     f"{reason}"
                 )
+        if self.exclude_from_loading and local and on_rank_zero(lambda: self._has_excluded(step)):
+            self.exclude_from_loading = []
         loaded = super()._load(step)
         # The schedule knows its step now; the optimizers' groups have the rate of another until it moves.
         for scheduler in self.states[LR_SCHEDULER]:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
         return loaded
+
+    # What a command says of loading is for its first start. Started again, by a person, by the queue or by
+    # the launcher, it goes on from its own newest checkpoint, or it would come to the same place for ever.
+
+    def _made_by_this_command(self, step: int) -> bool:
+        path = Path(self._create_checkpoint_id(step)) / "config.toml"
+        return self._config_text is not None and path.is_file() and path.read_text() == self._config_text
+
+    def _where_to_go_on(self, step: int) -> int:
+        """``load_step``, or the newest whole checkpoint since this command went back to it."""
+        folder = Path(self.folder)
+        later = [s for s in whole.steps(folder) if s > step] if step != -1 else []
+        for own in later:
+            if self._made_by_this_command(own) and whole.damage(folder / f"step-{own}") is None:
+                logger.info(f"[checkpoint] load_step = {step} was followed before: going on from step-{own}")
+                return own
+        if later:
+            logger.warning(
+                f"[checkpoint] load_step = {step}: newer checkpoints stay in {folder}, to step-{later[0]}, "
+                "until this run comes to their steps; a start without load_step goes on from the newest"
+            )
+        return step
+
+    def _has_excluded(self, step: int) -> bool:
+        """Whether this command made the checkpoint, and has left ``exclude_from_loading`` out before."""
+        if step == -1:
+            step, _ = whole.newest_whole(Path(self.folder))
+        if not self._made_by_this_command(step):
+            return False
+        logger.info(f"[checkpoint] exclude_from_loading was followed before: step-{step} is loaded whole")
+        return True
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
