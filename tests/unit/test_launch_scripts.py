@@ -192,6 +192,12 @@ def test_only_the_exit_code_of_a_stop_is_requeued(code, tmp_path):
     assert Job(tmp_path, f"exit {code}").end()[:2] == (code, [])
 
 
+def test_a_task_of_a_job_array_requeues_itself_alone(tmp_path):
+    """The number of the whole array is that of one of its tasks too."""
+    array = {"SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "7"}
+    assert Job(tmp_path, "exit 75", **array).end()[:2] == (75, ["requeue 1234_7"])
+
+
 def test_requeues_are_bounded(tmp_path):
     job = Job(tmp_path, "exit 75", SLURM_RESTART_COUNT="3", MAX_REQUEUES="3")
     code, calls, printed = job.end()
