@@ -9,14 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.paths import ROOT
+from tests.unit.test_data_chat import INSTRUCT
+from tools.train_tokenizer import train, write_folder
 from torchtitan_ext import backbones
+from torchtitan_ext.checkpoint.convert import convert_to_hf
 from torchtitan_ext.checkpoint.load import find_folder, load_model
+from torchtitan_ext.data import chat_templates
+from torchtitan_ext.data.chat import encode_conversation
 from torchtitan_ext.decoding import generate
 from torchtitan_ext.errors import UserError, run_cli
 
@@ -112,6 +118,31 @@ def test_a_hugging_face_folder_gives_the_same_logits(flavor, tmp_path):
     assert torch.equal(logits(loaded.model), logits(model))
     assert (loaded.method, loaded.flavor) == ("ar", "hf")
     assert loaded.stop_ids == {5, 6, loaded.tokenizer.eos_id}
+
+
+@pytest.mark.parametrize(
+    "template", [chat_templates.CHATML, chat_templates.DEFAULT, chat_templates.LLAMA3, INSTRUCT]
+)
+def test_every_answer_ends_in_a_token_that_ends_decoding(template, model, tmp_path):
+    """The last target of each answer: what stands behind it is not learnt, so decoding must end there."""
+    folder = write_checkpoint(tmp_path / "step-4", model) / "hf_assets"
+    end = "<|eot_id|>" if template == chat_templates.LLAMA3 else "<|im_end|>"
+    write_folder(train(iter(["some text"]), vocab_size=262, min_frequency=2), folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"chat_template": template, "additional_special_tokens": ["<|im_start|>", end]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_model(folder.parent)
+    talk = [{"role": role, "content": "ab c"} for role in ("user", "assistant") * 2]
+    document = encode_conversation(loaded.tokenizer, talk)
+    assert document is not None
+    targets = document.labels != -100
+    ends = document.labels[targets & ~np.append(targets[1:], False)]
+    assert len(ends) >= 2 and set(ends.tolist()) <= loaded.stop_ids
+    assert loaded.tokenizer.eos_id in loaded.stop_ids and len(loaded.stop_ids) <= 2
+    exported = convert_to_hf(folder.parent, tmp_path / "hf")
+    assert load_model(exported).stop_ids >= loaded.stop_ids
+    stops = json.loads((exported / "generation_config.json").read_text())["eos_token_id"]
+    assert loaded.stop_ids <= ({stops} if isinstance(stops, int) else set(stops))
 
 
 def test_the_rotary_tables_cover_the_context_and_are_shared(run):

@@ -28,6 +28,7 @@ from torchtitan_ext.backbones import HFAdapter
 from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD
 from torchtitan_ext.checkpoint import assets, hf_folder, published, whole
 from torchtitan_ext.checkpoint.convert import hf_choice
+from torchtitan_ext.data.chat import turn_end_id
 from torchtitan_ext.data.encoders import resolve_bos
 from torchtitan_ext.data.tokenizer_cores import read_json
 from torchtitan_ext.data.tokenizers import Tokenizer, find_hf, find_tiktoken
@@ -66,7 +67,8 @@ class LoadedModel:
     """Whether plain text starts with BOS, as in training."""
 
     stop_ids: frozenset[int]
-    """Tokens that end a sequence: EOS, and those of a generation_config.json."""
+    """Tokens that end a sequence: EOS, the chat template's end of an answer, and those of a
+    generation_config.json."""
 
     @property
     def config_dict(self) -> dict[str, Any]:
@@ -287,8 +289,8 @@ def _tokenizer(config: Any, folder: Path) -> Tokenizer:
 
 
 def _stop_ids(tokenizer: Tokenizer, folder: Path) -> frozenset[int]:
-    """EOS, and what the model's own generation config (or else its config) ends on."""
-    ids = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
+    """EOS, the end of an answer, and what the model's own generation config (or else its config) ends on."""
+    ids = {token for token in (tokenizer.eos_id, turn_end_id(tokenizer)) if token is not None}
     for parent in (folder, folder / assets.FOLDER):
         own = read_json(parent / "generation_config.json") or read_json(parent / "config.json") or {}
         value = own.get("eos_token_id")

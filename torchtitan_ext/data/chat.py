@@ -20,6 +20,7 @@ from torchtitan_ext.errors import UserError
 
 ASSISTANT = "assistant"
 _PROBE = "zqxprobexqz"
+_ASKED = [{"role": "user", "content": "x"}]
 
 
 class Span(NamedTuple):
@@ -76,12 +77,29 @@ def _without_blank_end(text: str, start: int, stop: int, content: str) -> int:
     return stop - (len(tail) - len(tail.rstrip())) if tail.strip() else stop
 
 
+def _closing(tokenizer: Any) -> str:
+    """What the template writes behind an answer, without blanks around it."""
+    answered = render(tokenizer, [*_ASKED, {"role": ASSISTANT, "content": _PROBE}])
+    return answered.partition(_PROBE)[2].strip()
+
+
+def turn_end_id(tokenizer: Any) -> int | None:
+    """The special token with which the template ends an answer; often another one than EOS.
+
+    It is a target, and blanks behind it are not, so an answer must end there. None: a template that
+    ends an answer with plain text or nothing, or refuses a conversation of two turns.
+    """
+    try:
+        ids = tokenizer.encode(_closing(tokenizer))
+    except UserError:
+        return None
+    return ids[0] if ids and ids[0] in tokenizer.special_ids else None
+
+
 def _spans_by_marker(tokenizer: Any, messages: Messages, text: str, turns: list[int]) -> list[Span]:
-    user = [{"role": "user", "content": "x"}]
-    asked, begun = render(tokenizer, user), render(tokenizer, user, prompt=True)
-    answered = render(tokenizer, [*user, {"role": ASSISTANT, "content": _PROBE}])
+    asked, begun = render(tokenizer, _ASKED), render(tokenizer, _ASKED, prompt=True)
     opening = begun[len(asked) :] if begun.startswith(asked) else ""
-    closing = answered.partition(_PROBE)[2].strip()
+    closing = _closing(tokenizer)
     spans: list[Span] = []
     if opening and closing:
         at = text.find(opening)

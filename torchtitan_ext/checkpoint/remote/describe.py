@@ -17,6 +17,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_ext.backbones import BackboneSize
 from torchtitan_ext.backbones.hf_config import ARCHITECTURES, MODEL_TYPES, OWN_TYPES
 from torchtitan_ext.checkpoint import hf_folder
+from torchtitan_ext.data.chat import turn_end_id
 from torchtitan_ext.data.tokenizers import Tokenizer, find_hf, find_tiktoken
 from torchtitan_ext.errors import UserError
 
@@ -94,8 +95,8 @@ def copy_modelling(folder: Path, *, config: dict[str, Any]) -> None:
 def write_generation_config(folder: Path, *, config: dict[str, Any]) -> None:
     """generation_config.json with BOS, EOS and padding of the folder's tokenizer.
 
-    Nothing is written over one that is there, or without a tokenizer. EOS also has what config.json
-    ends on.
+    Nothing is written over one that is there, or without a tokenizer. EOS also has the chat template's
+    end of an answer, and what config.json ends on.
     """
     target = folder / "generation_config.json"
     if target.exists() or not (find_hf(folder) or find_tiktoken(folder)):
@@ -106,7 +107,7 @@ def write_generation_config(folder: Path, *, config: dict[str, Any]) -> None:
         logger.warning(f"{target} is not written: {error}")
         return
     given = config.get("eos_token_id")
-    stops = [tokenizer.eos_id, *(given if isinstance(given, list) else [given])]
+    stops = [tokenizer.eos_id, turn_end_id(tokenizer), *(given if isinstance(given, list) else [given])]
     eos = list(dict.fromkeys(token for token in stops if token is not None))
     values = {
         "bos_token_id": tokenizer.bos_id,
