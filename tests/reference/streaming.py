@@ -91,6 +91,10 @@ class Twin:
                 p = logits.softmax(-1)
                 entropy[i] = float(-(p * p.clamp_min(1e-300).log()).sum())
                 entropy[i] += rules.position_penalty * (i - masked[0])
+            if depth < self.count:
+                for i in masked:
+                    hazard = float(self.model.hazard(readouts[i], depth))
+                    halted[i] += (1 - halted[i]) * hazard
             # Behind the first stop token, filled or likeliest, nothing is filled.
             ends_at = [i for i, t in enumerate(window) if (best[i] if t is None else t) in stop]
             masked = [i for i in masked if not ends_at or i <= ends_at[0]]
@@ -101,9 +105,6 @@ class Twin:
             known = window[: rest[0]] if rest else window
             ends = not rest or depth == self.count or any(t in stop for t in known)
             if depth < self.count:
-                for i in masked:
-                    hazard = float(self.model.hazard(readouts[i], depth))
-                    halted[i] += (1 - halted[i]) * hazard
                 ends = ends or sum(halted[i] for i in rest) / len(rest) >= rules.q
             if ends:
                 if not filled:

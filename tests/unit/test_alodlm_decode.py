@@ -257,6 +257,19 @@ def test_mean_halt_probability_ends_a_step():
         assert result.extra["path_layers"] == 1 + 2 * passes
 
 
+def test_the_passes_before_a_likely_end_moved_count_too():
+    """Constant gates: a is the same at every slot, so a step's passes do not depend on where ends may be."""
+    model = copy.deepcopy(model_of(passes=4))
+    with torch.no_grad():
+        model.core.gate.weight.zero_()
+        model.core.gate.depth_bias.fill_(float(torch.tensor(1 / 3).log()))
+    prompts = random_prompts(3, 4, 5, 6, 7, 8)
+    for stop in range(0, MASK, 3):
+        options = {"max_new_tokens": 6, "window": 6, "tau": 0.0, "q": 0.43, "stop_ids": [stop, stop + 1]}
+        result = decode(model, prompts, **options)
+        assert {passes for row in result.extra["passes"] for passes in row} == {2}, stop
+
+
 def test_left1_fills_from_the_left_one_a_pass():
     model, (prompt,) = model_of(), random_prompts(4)
     result = decode(model, [prompt], max_new_tokens=10, window=4, left1=True, q=1.0, tau=9.0)

@@ -260,11 +260,13 @@ class _Row(Row):
             self.first_hazard.update(zip(places, hazards, strict=True))
         chosen = dict(zip(slots, tokens, strict=True))
         sure = dict(zip(slots, confidence, strict=True))
+        if hazards is not None:
+            self._halt(dict(zip(slots, hazards, strict=True)))
         slots = self._before_end(chosen)
         entropy = entropy[: len(slots)]
         picked = self.rules.select(slots, entropy)
         self._fill(depth, {slot: (chosen[slot], sure[slot]) for slot in picked})
-        if hazards is not None and self._goes_on(dict(zip(slots, hazards[: len(slots)], strict=True))):
+        if hazards is not None and self._goes_on(slots):
             return picked
         if not self.filled:
             least = self.rules.least(slots, entropy)
@@ -307,15 +309,15 @@ class _Row(Row):
             forwards=len(self.passes),
         )
 
-    def _goes_on(self, hazards: dict[int, float]) -> bool:
-        """Whether another pass follows: a = a + (1 - a) lambda, and its mean over the masked slots < q.
-
-        The masked slots are those that ``hazards`` names.
-        """
+    def _halt(self, hazards: dict[int, float]) -> None:
+        """a = a + (1 - a) lambda of every masked slot, those behind a likely end too: it may move."""
         for slot, hazard in hazards.items():
             before = self.halted.get(slot, 0.0)
             self.halted[slot] = before + (1 - before) * hazard
-        masked = [slot for slot in hazards if self.window[slot] is None]
+
+    def _goes_on(self, slots: Sequence[int]) -> bool:
+        """Whether another pass follows: the mean of a over those of the slots that are still masked < q."""
+        masked = [slot for slot in slots if self.window[slot] is None]
         if not masked or self.stop_ids.intersection(self.known()):
             return False
         return sum(self.halted[slot] for slot in masked) / len(masked) < self.rules.q
