@@ -96,7 +96,7 @@ def test_prompt_ids_are_those_of_generation():
     assert first == len(prompt) - 1
 
 
-contents = st.text(alphabet="ab \n<|>", min_size=1, max_size=8)
+contents = st.text(alphabet="ab \n<|>", max_size=8) | st.sampled_from(["|>", "_end|>", "<|im_end|>", "eos"])
 
 
 @settings(deadline=None, max_examples=60)
@@ -104,7 +104,7 @@ contents = st.text(alphabet="ab \n<|>", min_size=1, max_size=8)
     turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=4),
     template=st.sampled_from([chat_templates.DEFAULT, chat_templates.CHATML, INSTRUCT]),
 )
-def test_spans_hold_every_answer(turns, template):
+def test_spans_hold_every_answer_and_end_with_its_marker(turns, template):
     tokenizer = tokenizer_with(template)
     talk = []
     for user, assistant in turns:
@@ -113,8 +113,19 @@ def test_spans_hold_every_answer(turns, template):
     spans = assistant_spans(tokenizer, talk, text)
     assert len(spans) == len(turns)
     for span, (_, assistant) in zip(spans, turns, strict=True):
-        assert assistant in text[span.start : span.stop]
+        marker = "<|im_end|>" if template == chat_templates.CHATML else "<|eos|>"
+        assert assistant + marker in text[span.start : span.stop]
+        assert text[span.start : span.stop].endswith(marker)
     assert all(a.stop <= b.start for a, b in itertools.pairwise(spans))
+
+
+def test_an_answer_that_the_template_rewrites_ends_with_its_marker_too():
+    tokenizer = tokenizer_with(
+        chat_templates.CHATML.replace("message['content']", "message['content'] | upper")
+    )
+    document = encode_conversation(tokenizer, TALK)
+    assert document is not None
+    assert learned(tokenizer, document) == ["HELLO<|im_end|>", "BYE<|im_end|>", "<|eos|>"]
 
 
 def test_a_talk_that_ends_with_the_user():

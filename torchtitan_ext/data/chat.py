@@ -72,8 +72,10 @@ def _spans_by_prefix(tokenizer: Any, messages: Messages, text: str, turns: list[
 
 def _without_blank_end(text: str, start: int, stop: int, content: str) -> int:
     """Leave out blanks after the end marker: generation stops at the marker."""
-    at = text.rfind(content.strip(), start, stop)
-    tail = text[at + len(content.strip()) : stop] if at >= 0 else ""
+    answer = content.strip()
+    # The first place: an answer such as ">" stands in the marker too. A rewritten one stands nowhere.
+    at = text.find(answer, start, stop)
+    tail = text[at + len(answer) : stop] if at >= 0 else text[start:stop]
     return stop - (len(tail) - len(tail.rstrip())) if tail.strip() else stop
 
 
