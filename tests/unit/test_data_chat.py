@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -126,6 +127,25 @@ def test_an_answer_that_the_template_rewrites_ends_with_its_marker_too():
     document = encode_conversation(tokenizer, TALK)
     assert document is not None
     assert learned(tokenizer, document) == ["HELLO<|im_end|>", "BYE<|im_end|>", "<|eos|>"]
+
+
+CALLING = chat_templates.CHATML.replace(
+    "+ '<|im_end|>", "}}{% for c in message.tool_calls or [] %}{{ c | tojson }}{% endfor %}{{ '<|im_end|>"
+)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_turn_that_calls_a_tool_needs_no_content(content):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turn = {"role": "assistant", **content, "tool_calls": [call]}
+    talk = PROCESSORS["messages"]({"messages": [TALK[1], turn, {"role": "tool", "content": "2"}, TALK[4]]})
+    tokenizer = tokenizer_with(CALLING)
+    document = encode_conversation(tokenizer, talk)
+    assert document is not None
+    assert learned(tokenizer, document)[:2] == [json.dumps(call) + "<|im_end|>", "bye<|im_end|>"]
+    # Without the call in the text the model would learn to say nothing.
+    with pytest.raises(UserError, match=r"leaves out tool_calls \(message 1 calls 'add'\)"):
+        encode_conversation(tokenizer_with(chat_templates.CHATML), talk)
 
 
 def test_a_talk_that_ends_with_the_user():

@@ -140,6 +140,15 @@ def _cut(text: str, spans: list[Span]) -> list[tuple[str, bool]]:
     return [(part, learned) for part, learned in [*segments, (text[at:], False)] if part]
 
 
+def _check_calls(messages: Messages, text: str) -> None:
+    """Errors: UserError for a template that leaves out what a message calls, which would become silence."""
+    for i, message in enumerate(messages):
+        calls: Any = message.get("tool_calls") or []
+        for name in (str((call.get("function") or call).get("name", "")) for call in calls):
+            if name not in text:
+                raise UserError(f"the chat template leaves out tool_calls (message {i} calls {name!r})")
+
+
 def encode_conversation(tokenizer: Any, conversation: Messages | Completion) -> Document | None:
     """A document of a conversation, or None when the assistant says nothing.
 
@@ -152,6 +161,7 @@ def encode_conversation(tokenizer: Any, conversation: Messages | Completion) -> 
         last_is_answer = bool(conversation.completion)
     else:
         text = render(tokenizer, conversation)
+        _check_calls(conversation, text)
         segments = _cut(text, assistant_spans(tokenizer, conversation, text))
         last_is_answer = conversation[-1]["role"] == ASSISTANT
     if not any(learned for _, learned in segments):

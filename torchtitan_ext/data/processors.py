@@ -42,17 +42,17 @@ def check_messages(value: Any) -> Messages:
     """A list of messages with a role and a text. Errors: UserError that names the message."""
     if not isinstance(value, list) or not value:
         raise UserError(f"messages is {type(value).__name__}, expected a list with at least one message")
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise UserError(f"message {i} has no 'role' and 'content': {str(message)[:80]!r}")
-    return [
-        {
-            **m,
-            "role": _text(m["role"], f"role of message {i}"),
-            "content": _text(m["content"], f"message {i}"),
-        }
-        for i, m in enumerate(value)
-    ]
+    return [_message(message, i) for i, message in enumerate(value)]
+
+
+def _message(value: Any, i: int) -> dict[str, str]:
+    """Message ``i``; one that calls a tool may have no content, or null."""
+    if isinstance(value, dict) and value.get("tool_calls") and value.get("content") is None:
+        value = {**value, "content": ""}
+    if not isinstance(value, dict) or "role" not in value or "content" not in value:
+        raise UserError(f"message {i} has no 'role' and 'content': {str(value)[:80]!r}")
+    role = _text(value["role"], f"role of message {i}")
+    return {**value, "role": role, "content": _text(value["content"], f"message {i}")}
 
 
 def messages(record: dict[str, Any]) -> Messages:
