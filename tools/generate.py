@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torchtitan_ext import metrics
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
 from torchtitan_ext.checkpoint.load import LoadedModel, load_model
+from torchtitan_ext.data.chat import render
 from torchtitan_ext.decoding import Decoder, Generation, SamplingParams, TextStream, colour
 from torchtitan_ext.decoding.choice import chosen_decoder, reports_steps
 from torchtitan_ext.decoding.strategies import FORMS, parse
@@ -170,7 +171,7 @@ def encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> list[int]:
     if not chat:
         return loaded.tokenizer.encode(prompt, add_bos=loaded.add_bos)
     messages = [{"role": "user", "content": prompt}]
-    return loaded.tokenizer.encode(loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    return loaded.tokenizer.encode(render(loaded.tokenizer, messages, prompt=True))
 
 
 class Row:

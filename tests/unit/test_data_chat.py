@@ -19,7 +19,7 @@ from tests.unit.test_data_common import (
     write_jsonl,
 )
 from torchtitan_ext.data import chat_templates
-from torchtitan_ext.data.chat import assistant_spans, encode_conversation, render
+from torchtitan_ext.data.chat import assistant_spans, encode_conversation, render, turn_end_id
 from torchtitan_ext.data.loader import DataLoader
 from torchtitan_ext.data.processors import PROCESSORS, Completion, register_processor, resolve_processor
 from torchtitan_ext.errors import UserError
@@ -132,6 +132,41 @@ def test_an_answer_that_the_template_rewrites_ends_with_its_marker_too():
 CALLING = chat_templates.CHATML.replace(
     "+ '<|im_end|>", "}}{% for c in message.tool_calls or [] %}{{ c | tojson }}{% endfor %}{{ '<|im_end|>"
 )
+
+
+@pytest.mark.parametrize(
+    "left, right", [("{% ", " %}"), ("{%- ", " -%}"), ("{%", "%}\n"), ("\n  {%- ", "-%}  ")]
+)
+def test_a_template_that_marks_what_the_assistant_writes(left, right):
+    """transformers' tag, in its text and in what is a target."""
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    template = (
+        "{% for m in messages %}{{ '[' + m.role + ']\n' }}{% if m.role == 'assistant' %}"
+        f"{left}generation{right}{{{{ m.content + eos_token }}}}{left}endgeneration{right}"
+        "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
+    )
+    tokenizer = tokenizer_with(template)
+    texts, marked = utils.render_jinja_template([TALK], chat_template=template, eos_token="<|eos|>",
+                                                return_assistant_tokens_mask=True)  # fmt: skip
+    text = render(tokenizer, TALK)
+    assert text == texts[0]
+    spans = [text[span.start : span.stop].strip() for span in assistant_spans(tokenizer, TALK, text)]
+    assert spans == [text[start:stop].strip() for start, stop in marked[0]] == ["hello<|eos|>", "bye<|eos|>"]
+
+
+def test_a_broken_template_is_an_error_where_it_is_used():
+    tokenizer = tokenizer_with("{% for m in messages %}\n{% whatever %}{% endfor %}")
+    assert tokenizer.decode(tokenizer.encode("text")) == "text"
+    with pytest.raises(UserError, match=r"^byte: the chat template cannot be read \(line 2: .*whatever"):
+        encode_conversation(tokenizer, TALK)
+    assert turn_end_id(tokenizer) is None
+    # The last one set counts.
+    tokenizer.set_chat_template(chat_templates.DEFAULT)
+    assert encode_conversation(tokenizer, TALK) is not None
+    strict = tokenizer_with("{% for name, value in messages[0].content | items %}{{ name }}{% endfor %}")
+    with pytest.raises(UserError, match="refuses a conversation: Can only get item pairs"):
+        encode_conversation(strict, TALK)
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])

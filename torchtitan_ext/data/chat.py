@@ -33,11 +33,12 @@ class Span(NamedTuple):
 def render(tokenizer: Any, messages: Messages, *, prompt: bool = False) -> str:
     """The conversation as text; ``prompt`` ends it where the assistant begins.
 
-    Errors: UserError with the template's own reason.
+    Errors: UserError with the template's own reason, or for one that cannot be read.
     """
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
-    except jinja2.TemplateError as error:
+    # A template's own expressions raise TypeError, such as a filter for mappings on a text.
+    except (jinja2.TemplateError, TypeError) as error:
         raise UserError(f"the chat template refuses a conversation: {error}") from error
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
 import numpy as np
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
@@ -21,6 +22,7 @@ from torchtitan_ext.errors import UserError
 # Names of tokens that a vocabulary keeps for uses to come, or that already stand for a mask.
 _FREE_TO_USE = re.compile(r"reserved|unused|placeholder|mask|extra_?\d+", re.IGNORECASE)
 DEFAULT_MASK_TOKEN = "<|mask|>"
+_GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 
 
 def find_tiktoken(path: Path) -> Path | None:
@@ -214,8 +216,23 @@ class Tokenizer(BaseTokenizer):
         """Id of a token as it is written, or None."""
         return self._added.get(token, self.core.token_to_id(token))
 
+    def set_chat_template(self, template: str) -> None:
+        """Compile a Jinja template. A broken one is an error where it is used: plain text needs none."""
+        # transformers' mark of what the assistant writes; the turns are found without it.
+        plain = _GENERATION.sub(lambda tag: f"{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}", template)
+        self._template_fault = ""
+        try:
+            super().set_chat_template(plain)
+        except jinja2.TemplateSyntaxError as error:
+            self._template_fault = f"line {error.lineno}: {error.message}"
+
     def apply_chat_template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:
-        """Text of a conversation; ``add_generation_prompt=True`` ends where the assistant begins."""
+        """Text of a conversation; ``add_generation_prompt=True`` ends where the assistant begins.
+
+        Errors: UserError for a template that cannot be read.
+        """
+        if self._template_fault:
+            raise UserError(f"{self.core.name}: the chat template cannot be read ({self._template_fault})")
         kwargs.setdefault("add_generation_prompt", False)
         for role in ("bos", "eos", "pad"):
             kwargs.setdefault(f"{role}_token", getattr(self, f"{role}_token") or "")

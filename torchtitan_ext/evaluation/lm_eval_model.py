@@ -25,6 +25,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_ext import progress
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
 from torchtitan_ext.checkpoint.load import CONFIG, LoadedModel, find_folder, load_model
+from torchtitan_ext.data.chat import render
 from torchtitan_ext.decoding import SamplingParams, TextStream, decoder_for
 from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, unknown
@@ -182,9 +183,7 @@ class ExtLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Text of a conversation."""
-        return self.loaded.tokenizer.apply_chat_template(
-            chat_history, add_generation_prompt=add_generation_prompt
-        )
+        return render(self.loaded.tokenizer, chat_history, prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template's source."""
