@@ -194,7 +194,14 @@ def test_programs_are_judged_by_their_tests(tmp_path):
     with gzip.open(path, "wt") as file:
         file.write(json.dumps(problem()) + "\n")
     docs = local_tasks.humaneval(data=str(tmp_path), sandbox_network="allow", sandbox_seconds=5)["test"]
-    for completion, passed in (("    return x + x", 1.0), ("    return 4", 0.0), ("    return (", 0.0)):
+    completions = {
+        "    return x + x": 1.0,
+        "    return 4": 0.0,
+        "    return (": 0.0,
+        "    exit()": 0.0,
+        "    return 4\n\nimport os\nos._exit(0)": 0.0,
+    }
+    for completion, passed in completions.items():
         assert local_tasks.humaneval_results(docs[0], [completion]) == {"pass@1": passed}
 
 

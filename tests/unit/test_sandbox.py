@@ -65,6 +65,14 @@ def test_right_and_wrong_programs():
     assert len(run(f"print('x' * {10**6})").output) <= sandbox.MOST_OUTPUT
 
 
+@pytest.mark.parametrize("way", ["raise SystemExit", "quit()", "import os; os._exit(0)"])
+def test_an_early_exit_is_told_from_the_end(way):
+    early, whole = run(f"{way}\nassert False"), run("print(1)")
+    assert early.ok and not early.finished
+    assert whole.ok and whole.finished
+    assert not run("import atexit, os\natexit.register(os._exit, 0)\nassert False").finished
+
+
 def test_endless_loops_and_sleep():
     for code in ("while True: pass", "import time; time.sleep(600)"):
         result = run(code, timeout_s=0.5)

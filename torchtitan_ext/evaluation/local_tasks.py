@@ -229,6 +229,8 @@ def humaneval(
 def humaneval_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
     """1 if the completed program passes the problem's tests in the sandbox, else 0.
 
+    One that exits before the tests are through does not, whatever its exit code.
+
     Errors: UserError on a machine that cannot isolate it.
     """
     program = f"{doc['prompt']}{results[0]}\n{doc['test']}\ncheck({doc['entry_point']})\n"
@@ -238,7 +240,7 @@ def humaneval_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, 
             f"generated programs are not run: {result.output.strip()} "
             "(--sandbox-network allow runs them with the network)"
         )
-    return {"pass@1": float(result.ok)}
+    return {"pass@1": float(result.ok and result.finished)}
 
 
 # --- reasoning-gym ---------------------------------------------------------------------

@@ -54,6 +54,9 @@ class Result:
     exit_code: int | None
     """Negative: killed by that signal; None after a timeout or when refused."""
 
+    finished: bool
+    """Whether its last line was run; a program that exits before says nothing by exit code 0."""
+
     output: str
     """Standard output and error together, at most ``MOST_OUTPUT`` bytes."""
 
@@ -100,15 +103,16 @@ def run(
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
         home = Path(folder)
-        cwd, program, log = home / "cwd", home / "program.py", home / "output"
+        cwd, program, log, end = home / "cwd", home / "program.py", home / "output", home / "end"
         cwd.mkdir()
         program.write_text(code, encoding="utf-8")
         if _becomes_nobody():
             home.chmod(0o755)
             os.chown(cwd, _NOBODY, _NOBODY)
         settings = [repr(limits.seconds), limits.memory_bytes, limits.processes, limits.file_bytes, network]
-        command = [sys.executable, "-I", "-B", __file__, *map(str, settings), str(program), *arguments]
-        with log.open("wb") as output:
+        with log.open("wb") as output, end.open("wb") as told:
+            settings.append(told.fileno())
+            command = [sys.executable, "-I", "-B", __file__, *map(str, settings), str(program), *arguments]
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -117,14 +121,16 @@ def run(
                 cwd=cwd,
                 env={"PATH": os.defpath, "HOME": str(cwd), "TMPDIR": str(cwd), "LC_ALL": "C.UTF-8"},
                 start_new_session=True,
+                pass_fds=[told.fileno()],
             )
             exit_code = _wait(child, seconds=timeout_s)
         with log.open("rb") as output:
             text = output.read(MOST_OUTPUT).decode("utf-8", errors="replace")
+        finished = end.stat().st_size > 0
     seconds = time.monotonic() - begin
     if exit_code == _REFUSED and network == "refuse":
-        return Result(status="refused", exit_code=None, output=text, seconds=seconds)
-    return _result(exit_code, text, seconds=seconds)
+        return Result(status="refused", exit_code=None, finished=False, output=text, seconds=seconds)
+    return _result(exit_code, text, finished=finished, seconds=seconds)
 
 
 def _wait(child: subprocess.Popen[bytes], *, seconds: float) -> int | None:
@@ -146,7 +152,7 @@ def _wait(child: subprocess.Popen[bytes], *, seconds: float) -> int | None:
                 time.sleep(0.01)
 
 
-def _result(exit_code: int | None, text: str, *, seconds: float) -> Result:
+def _result(exit_code: int | None, text: str, *, finished: bool, seconds: float) -> Result:
     status: Status = "ok" if exit_code == 0 else "failed"
     if exit_code is None or exit_code in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
         status, exit_code = "timeout", None
@@ -154,7 +160,7 @@ def _result(exit_code: int | None, text: str, *, seconds: float) -> Result:
         status = "memory"
     elif exit_code > 128:
         exit_code = 128 - exit_code  # the first process of the namespace reports a signal as a shell does
-    return Result(status=status, exit_code=exit_code, output=text, seconds=seconds)
+    return Result(status=status, exit_code=exit_code, finished=finished, output=text, seconds=seconds)
 
 
 # --- in the child ----------------------------------------------------------------------
@@ -267,7 +273,7 @@ def _fork_again() -> None:
 
 
 def _child(settings: Sequence[str]) -> None:
-    seconds, memory, processes, file_bytes, network, program, *arguments = settings
+    seconds, memory, processes, file_bytes, network, told, program, *arguments = settings
     limits = Limits(
         seconds=float(seconds),
         memory_bytes=int(memory),
@@ -297,6 +303,7 @@ def _child(settings: Sequence[str]) -> None:
     code = compile(text, program, "exec")
     sys.argv = [program, *arguments]
     exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
+    os.write(int(told), b"x")
 
 
 if __name__ == "__main__":
