@@ -73,6 +73,12 @@ def test_an_early_exit_is_told_from_the_end(way):
     assert not run("import atexit, os\natexit.register(os._exit, 0)\nassert False").finished
 
 
+def test_a_program_is_python_without_future_statements_of_its_own():
+    result = run("from typing import Union\ndef f(x: Union[int, None]): ...\nprint(f.__annotations__)")
+    assert result.output == "{'x': typing.Optional[int]}\n"
+    assert "SyntaxError" not in run("from __future__ import annotations\ndef f(x: NotThere): ...").output
+
+
 def test_endless_loops_and_sleep():
     for code in ("while True: pass", "import time; time.sleep(600)"):
         result = run(code, timeout_s=0.5)

@@ -300,7 +300,7 @@ def _child(settings: Sequence[str]) -> None:
         _fork_again()
         _drop_capabilities(libc)
     _limit(limits)
-    code = compile(text, program, "exec")
+    code = compile(text, program, "exec", dont_inherit=True)  # nor the annotations import of this file
     sys.argv = [program, *arguments]
     exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
     os.write(int(told), b"x")
