@@ -234,6 +234,23 @@ def test_a_training_step_and_a_state_dict_of_its_names(exports, tmp_path):
         model.save_pretrained(tmp_path, state_dict=state)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SLOW])
+def test_the_tensors_of_a_folder_are_a_state_dict_too(case, exports):
+    """How transformers' Trainer goes on from a checkpoint: ``load_state_dict`` of what it saved."""
+    folder = exports(case)[1]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    fresh, stored = hf.MODELS[CASES[case][0]](model.config), hf_folder.read_tensors(folder)
+    assert fresh.load_state_dict(hf_folder.load_tensors(stored)) == ([], [])
+    with torch.no_grad():
+        assert torch.equal(fresh(tokens(case)).logits, model(tokens(case)).logits)
+    # One file of several, and something else.
+    some = dict(list(stored.items())[:3])
+    found = fresh.load_state_dict(hf_folder.load_tensors(some) | {"x": torch.zeros(1)}, strict=False)
+    tied = model.config.size.tied and any("embed" in name or "wte" in name for name in some)
+    assert found.unexpected_keys == ["x"]
+    assert len(found.missing_keys) == len(model.state_dict()) - len(some) - tied
+
+
 # --- which class opens a folder --------------------------------------------------------
 
 

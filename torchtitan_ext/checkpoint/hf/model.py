@@ -24,6 +24,7 @@ import importlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutput
 
 from torchtitan_ext import registry
+from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD
 from torchtitan_ext.checkpoint import hf_folder
 from torchtitan_ext.checkpoint.convert import ModelChoice, model_spec
 from torchtitan_ext.checkpoint.hf import generation, loading, positions
@@ -149,14 +151,32 @@ class MethodForCausalLM(PreTrainedModel, GenerationMixin):
                 hf_folder.apply_umask(path)
                 path.replace(target / path.name)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As usual; the names may also be those of the files that :meth:`save_pretrained` writes.
+
+        transformers' Trainer gives these to go on from a checkpoint, and takes any other for missing.
+        """
+        own = self.state_dict()
+        if any(name not in own for name in state_dict):
+            names = {theirs: _PREFIX + ours for theirs, ours in self._file_names().items()}
+            state_dict = {names.get(name, name): tensor for name, tensor in state_dict.items()}
+            embedding, head = _PREFIX + EMBEDDING, _PREFIX + HEAD
+            if self.config.size.tied and embedding in state_dict:
+                state_dict.setdefault(head, state_dict[embedding])
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _file_names(self) -> dict[str, str]:
+        """Names in a folder -> names in ``self.model``; a tied head has none there."""
+        spec = _spec(self.config)
+        adapter: Any = spec.state_dict_adapter
+        # The adapter renames without looking at values, so names can stand for the tensors.
+        return adapter(spec.model, None).to_hf({name: name for name in self.model.state_dict()}, added="keep")
+
     def _exported(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The folder's names and the tensors on the CPU."""
         expected = set(self.model.state_dict())
         hf_folder.refuse(expected - set(state_dict), set(state_dict) - expected, where="save_pretrained")
-        spec = _spec(self.config)
-        adapter: Any = spec.state_dict_adapter
-        renamed = adapter(spec.model, None).to_hf(state_dict, added="keep")
-        return {name: tensor.detach().cpu() for name, tensor in renamed.items()}
+        return {theirs: state_dict[ours].detach().cpu() for theirs, ours in self._file_names().items()}
 
     def _save_configs(self, folder: Path, *, dtype: torch.dtype) -> None:
         config = copy.deepcopy(self.config)
