@@ -168,6 +168,21 @@ def test_chat_template_knows_special_tokens_and_has_a_default(tmp_path):
     assert text == "<|user|>\nx\n<|assistant|>\n"
 
 
+def test_chat_templates_written_for_transformers(tmp_path):
+    """As its own tokenizers render them: with marks of what an assistant wrote, and what it passes."""
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "{%- if tools is not none or documents is not none %}TOOLS{% endif %}"
+        "{% for m in messages %}\n"
+        "  {%- generation %}\n  {{ m.content }}\n{%- endgeneration -%}\n end"
+        "{% endfor %}{% generation %}\nx{% endgeneration %}\n{%+ generation +%} y {%+ endgeneration +%} z"
+    )
+    folder = write_hf(tmp_path, config={"eos_token": "<s>"}, files={"chat_template.jinja": template})
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "{% generation %}"}]
+    assert build(folder).apply_chat_template(talk) == theirs.apply_chat_template(talk, tokenize=False)
+
+
 def test_no_bos_where_the_tokenizer_says_so(tmp_path):
     assert not build(write_hf(tmp_path / "a", config={"bos_token": "<s>", "add_bos_token": False})).wants_bos
     assert build(write_hf(tmp_path / "b", config={"bos_token": "<s>"})).wants_bos

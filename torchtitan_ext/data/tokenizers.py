@@ -236,6 +236,8 @@ class Tokenizer(BaseTokenizer):
         kwargs.setdefault("add_generation_prompt", False)
         for role in ("bos", "eos", "pad"):
             kwargs.setdefault(f"{role}_token", getattr(self, f"{role}_token") or "")
+        for name in ("tools", "documents"):  # transformers says so, and templates ask for it
+            kwargs.setdefault(name, None)
         return super().apply_chat_template(messages, **kwargs)
 
 
