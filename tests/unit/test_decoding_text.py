@@ -79,3 +79,29 @@ def test_the_text_ends_where_a_stop_string_first_completes(text, stops):
 def test_special_tokens_have_no_text():
     stream = TextStream(BYTES)
     assert pieces(stream, [104, BYTES.eos_id]) == ["h", "", ""]
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    parts=st.lists(st.sampled_from(["a", "€", "\n", "<|eos|>", "<|mask|>"]), max_size=12),
+    stops=st.lists(
+        st.sampled_from(["<|eos|>", "a<|mask|>", "\n<|eos|>\n", "<|bos|>", "a\n", "|>"]), max_size=3
+    ),
+)
+@example(parts=["a", "\n", "<|eos|>", "a"], stops=["\n<|eos|>\n", "<|eos|>"])
+def test_a_stop_string_may_hold_special_tokens(parts, stops):
+    """It ends the text where it is in the text with special tokens, which is told without them."""
+    special = [s for s in stops if "<|" in s]
+    ids, want = [], None
+    for token in BYTES.encode("".join(parts)):
+        ids.append(token)
+        shown, text = BYTES.decode(ids, skip_special_tokens=False), BYTES.decode(ids)
+        ends = [text[: text.find(s)] for s in stops if s in text]
+        ends += [BYTES.decode(BYTES.encode(shown[: shown.find(s)])) for s in special if s in shown]
+        if ends:
+            want = min(ends, key=len)
+            break
+    stream = TextStream(BYTES, stops)
+    got = "".join(pieces(stream, BYTES.encode("".join(parts))))
+    assert stream.stopped == (want is not None)
+    assert got == stream.text == (BYTES.decode(ids) if want is None else want)

@@ -13,19 +13,27 @@ _LONGEST_TAIL = 3
 class Detokenizer(Protocol):
     """What is needed of a tokenizer."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class TextStream:
     """Text of one row's new tokens.
 
     Text that may still change is held back: the bytes of an unfinished character, and what
-    may become a stop string.
+    may become a stop string. A stop string may hold special tokens, which the text leaves out.
     """
 
     def __init__(self, tokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(s for s in stop if s)
+        encoded = [(s, tokenizer.encode(s)) for s in self._stop]
+        self._special = [
+            s
+            for s, ids in encoded
+            if tokenizer.decode(ids) != tokenizer.decode(ids, skip_special_tokens=False)
+        ]
         self._ids: list[int] = []
         self._emitted = 0
         self.stopped = False
@@ -40,12 +48,29 @@ class TextStream:
         self._ids.append(token)
         self.text = self._tokenizer.decode(self._ids)
         # An earlier stop string would have been found before, but one may reach back over the new token.
-        found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
+        found = [self.text[:at] for s in self._stop if (at := self.text.find(s)) >= 0]
+        found += self._before_special()
         if found:
             self.stopped = True
-            self.text = self.text[: min(found)]
+            self.text = min(found, key=len)
             return self.flush()
         return self._emit(self._certain())
+
+    def _before_special(self) -> list[str]:
+        """The text before each stop string with special tokens that was reached."""
+        if not self._special:
+            return []
+        shown = self._tokenizer.decode(self._ids, skip_special_tokens=False)
+        places = [at for s in self._special if (at := shown.find(s)) >= 0]
+        return [self._text_of(shown, at) for at in places]
+
+    def _text_of(self, shown: str, end: int) -> str:
+        """What ``shown[:end]``, which may end within a plain token, is without special tokens."""
+        count, whole = len(self._ids), shown
+        while len(whole) > end or not shown.startswith(whole):
+            count -= 1
+            whole = self._tokenizer.decode(self._ids[:count], skip_special_tokens=False)
+        return self._tokenizer.decode(self._ids[:count]) + shown[len(whole) : end]
 
     def flush(self) -> str:
         """The rest, when no token follows."""
