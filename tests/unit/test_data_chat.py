@@ -19,7 +19,7 @@ from tests.unit.test_data_common import (
     write_jsonl,
 )
 from torchtitan_ext.data import chat_templates
-from torchtitan_ext.data.chat import assistant_spans, encode_conversation, render, turn_end_id
+from torchtitan_ext.data.chat import assistant_spans, encode_conversation, render, render_open, turn_end_id
 from torchtitan_ext.data.loader import DataLoader
 from torchtitan_ext.data.processors import PROCESSORS, Completion, register_processor, resolve_processor
 from torchtitan_ext.errors import UserError
@@ -207,6 +207,26 @@ def test_unusable_template_and_refusing_template():
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UserError, match="roles must alternate"):
         encode_conversation(tokenizer_with(refusing), TALK)
+
+
+STRIPPED = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [chat_templates.CHATML, chat_templates.LLAMA3, INSTRUCT, STRIPPED])
+@pytest.mark.parametrize("begun", ["```python\n", "Answer: ", "The [answer]"])
+def test_an_open_end_is_the_last_message_without_what_follows(template, begun):
+    """As transformers has it with continue_final_message."""
+    theirs = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    talk = [*TALK[:-1], {"role": "assistant", "content": begun}]
+    special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    (wanted,), _ = theirs([talk], chat_template=template, continue_final_message=True, **special)
+    assert render_open(tokenizer_with(template), talk) == wanted
+    assert wanted.rstrip().endswith(begun.rstrip())
+
+
+def test_an_open_end_needs_the_last_message():
+    with pytest.raises(UserError, match="leaves out the last message"):
+        render_open(tokenizer_with("{{ messages[0].content }}"), TALK)
 
 
 def test_completion_without_template():

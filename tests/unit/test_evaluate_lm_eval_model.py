@@ -139,6 +139,16 @@ def test_generation_is_the_decoders_cut_at_stop_strings(name):
     assert cut == [said.split(stop)[0] for said in found]
 
 
+def test_conversations_end_with_the_assistants_beginning_or_are_left_open():
+    model = lm("ar")
+    talk = [{"role": "user", "content": "a?"}]
+    assert model.apply_chat_template(talk) == "<|user|>\na?\n<|assistant|>\n"
+    begun = [*talk, {"role": "assistant", "content": "def "}]
+    # The prefix of a task's answers (gen_prefix).
+    opened = model.apply_chat_template(begun, add_generation_prompt=False)
+    assert opened == "<|user|>\na?\n<|assistant|>\ndef "
+
+
 def test_sampling_depends_on_the_seed_the_prompt_and_its_repetition_alone():
     how = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 8, "until": []}
     arguments = [("abc", how), ("d", how), ("abc", how)]

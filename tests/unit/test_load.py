@@ -329,6 +329,13 @@ def test_generate_draws_the_same_in_any_batch(tool, run, capsys):
     assert single["text"] == large[1]["text"]
 
 
+def test_generate_tells_what_the_chat_template_refuses(tool, run):
+    loaded = load_model(run)
+    loaded.tokenizer.set_chat_template("{{ raise_exception('ask nothing') }}")
+    with pytest.raises(UserError, match="the chat template refuses a conversation: ask nothing"):
+        tool.encode(loaded, "hi", chat=True)
+
+
 def test_generate_stops_at_text_and_uses_the_chat_template(tool, run, capsys):
     free = answers(tool, capsys, str(run), "--chat", "--prompt", "hi", "--max-new-tokens", "30")
     plain = answers(tool, capsys, str(run), "--prompt", "hi", "--max-new-tokens", "30")

@@ -42,6 +42,20 @@ def render(tokenizer: Any, messages: Messages, *, prompt: bool = False) -> str:
         raise UserError(f"the chat template refuses a conversation: {error}") from error
 
 
+def render_open(tokenizer: Any, messages: Messages) -> str:
+    """The conversation as text that ends within its last message, which a model is to go on with.
+
+    Errors: UserError with the template's own reason, or if the last message is not in the text.
+    """
+    *before, last = messages
+    text = render(tokenizer, [*before, {**last, "content": f"{last['content']}{_PROBE} "}])
+    begun, probe, rest = text.rpartition(_PROBE)
+    if not probe:
+        raise UserError("the chat template leaves out the last message, so that nothing can go on with it")
+    # A template that strips messages would strip this one too.
+    return begun if rest.startswith(" ") else begun.rstrip()
+
+
 def assistant_spans(tokenizer: Any, messages: Messages, text: str) -> list[Span]:
     """Where each assistant turn begins and ends in ``text``, its end marker included.
 

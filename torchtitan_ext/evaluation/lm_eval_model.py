@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_ext import progress
 from torchtitan_ext.checkpoint.hf_folder import DTYPES
 from torchtitan_ext.checkpoint.load import CONFIG, LoadedModel, find_folder, load_model
-from torchtitan_ext.data.chat import render
+from torchtitan_ext.data import chat
 from torchtitan_ext.decoding import SamplingParams, TextStream, decoder_for
 from torchtitan_ext.device import default_device, usable_device
 from torchtitan_ext.errors import UserError, unknown
@@ -182,8 +182,15 @@ class ExtLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Text of a conversation."""
-        return render(self.loaded.tokenizer, chat_history, prompt=add_generation_prompt)
+        """Text of a conversation.
+
+        Without the assistant's beginning it ends within the last message, as lm-eval means it: with a
+        task's gen_prefix, which the model is to go on with.
+        Errors: UserError where the template refuses it.
+        """
+        if add_generation_prompt:
+            return chat.render(self.loaded.tokenizer, chat_history, prompt=True)
+        return chat.render_open(self.loaded.tokenizer, chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template's source."""
