@@ -204,6 +204,8 @@ def test_broken_line_beyond_the_check_is_found_when_read(tmp_path):
         ("d.txt", b"\xff\xfe\x00", "not UTF-8 at byte 0"),
         ("d.parquet", b"PAR?", "not a readable parquet file"),
         ("d.txt.gz", b"plain", "cannot be unpacked"),
+        ("d.txt.gz", gzip.compress(b"cut", mtime=0)[:-12], "cannot be unpacked"),
+        ("d.txt.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "cannot be unpacked"),
         ("d.txt.zst", b"plain", "cannot be unpacked"),
         ("d.txt.xz", b"plain", "cannot be unpacked"),
         ("d.txt.bz2", b"plain", "cannot be unpacked"),

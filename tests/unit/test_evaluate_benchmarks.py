@@ -176,6 +176,16 @@ def test_reasoning_gym(tool, folder, capsys):
         tool.main([str(folder), "--tasks", "reasoning_gym:chain_sun"])
 
 
+def test_an_answer_that_reasoning_gym_cannot_read_is_wrong():
+    pytest.importorskip("reasoning_gym")
+    (doc,) = local_tasks.reasoning_gym(reasoning_gym="prime_factorization", gym_size=1)["test"]
+    wrong = {"score": 0.0, "exact_match": 0.0}
+    assert local_tasks.reasoning_gym_results(doc, [" it is prime"]) == wrong
+    assert local_tasks.reasoning_gym_results(doc, [f" {doc['answer']}"])["exact_match"] == 1.0
+    with pytest.raises(UserError, match="reasoning-gym's composite needs options that cannot be given here"):
+        local_tasks.reasoning_gym(reasoning_gym="composite")
+
+
 # --- programs --------------------------------------------------------------------------
 
 
@@ -248,6 +258,11 @@ def test_broken_lines(tmp_path, caplog):
             local_tasks.choices("arc_easy", data=str(one))
     with pytest.raises(UserError, match="holds no sample"):
         local_tasks.choices("arc_easy", data=str(write_lines(tmp_path / "none.jsonl", [""])))
+    packed = gzip.compress(path.read_bytes())
+    for content in (packed[:-12], packed[:10] + b"\xff" * 20):
+        (tmp_path / "arc.jsonl.gz").write_bytes(content)
+        with pytest.raises(UserError, match=r"arc.jsonl.gz is damaged: "):
+            local_tasks.choices("arc_easy", data=str(tmp_path / "arc.jsonl.gz"))
     with pytest.raises(UserError, match="'answer' does not end in '#### number'"):
         local_tasks.gsm8k(data=str(write_lines(tmp_path / "g.jsonl", [{"question": "x", "answer": "7"}])))
 

@@ -14,6 +14,7 @@ import lzma
 import os
 import re
 import tempfile
+import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
@@ -166,7 +167,7 @@ def _unpack(path: Path, target: IO[bytes]) -> None:
         with _decompressor(path) as source:
             while chunk := source.read(_CHUNK):
                 target.write(chunk)
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path}: cannot be unpacked ({error})") from error
     except Exception as error:
         # zstandard's own error class derives from Exception alone.

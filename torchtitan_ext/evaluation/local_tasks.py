@@ -12,6 +12,7 @@ import importlib.util
 import json
 import random
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def read_rows(path: Path, check: Check, *, skip_broken: bool = False) -> list[di
                     broken += [] if wrong is None else [(number, wrong)]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
     if broken:
         _tell_broken(path, broken, skip=skip_broken)
     if not rows:
@@ -266,7 +269,10 @@ def _gym(name: str, size: int, seed: int) -> Any:
         import reasoning_gym as library
     finally:
         random.setstate(state)
-    return library.create_dataset(name, size=size, seed=seed)
+    try:
+        return library.create_dataset(name, size=size, seed=seed)
+    except AssertionError as error:
+        raise UserError(f"reasoning-gym's {name} needs options that cannot be given here: {error}") from error
 
 
 def reasoning_gym(
@@ -288,7 +294,11 @@ def reasoning_gym(
 def reasoning_gym_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
     """The library's score of the answer, and 1 if that is full, else 0."""
     gym = _gym(doc["gym"], doc["gym_size"], doc["gym_seed"])
+    entry = gym[doc["index"]]
     tagged = re.findall(r"<answer>(.*?)</answer>", results[0], flags=re.DOTALL)
     answer = (tagged[-1] if tagged else results[0]).strip()
-    score = float(gym.score_answer(answer=answer, entry=gym[doc["index"]]))
+    try:
+        score = float(gym.score_answer(answer=answer, entry=entry))
+    except Exception:  # some of the library's scorers raise whatever comes of an answer of another form
+        score = 0.0
     return {"score": score, "exact_match": float(score >= 1.0)}
