@@ -327,7 +327,7 @@ class ExtCheckpointManager(CheckpointManager):
         later = [s for s in whole.steps(folder) if s > step] if step != -1 else []
         for own in later:
             if self._made_by_this_command(own) and whole.damage(folder / f"step-{own}") is None:
-                logger.info(f"[checkpoint] load_step = {step} was followed before: going on from step-{own}")
+                logger.warning(f"[checkpoint] load_step = {step} was followed before: on from step-{own}")
                 return own
         if later:
             logger.warning(
@@ -342,7 +342,7 @@ class ExtCheckpointManager(CheckpointManager):
             step, _ = whole.newest_whole(Path(self.folder))
         if not self._made_by_this_command(step):
             return False
-        logger.info(f"[checkpoint] exclude_from_loading was followed before: step-{step} is loaded whole")
+        logger.warning(f"[checkpoint] exclude_from_loading was followed before: step-{step} is loaded whole")
         return True
 
     def dcp_load(
