@@ -11,6 +11,7 @@ Takes torchrun's arguments: ``python -m torchtitan_ext.launch --nproc-per-node 2
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -18,7 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
@@ -62,6 +64,9 @@ SAME_REQUEST_S = 1.0
 
 LAST_WORDS_S = 20.0
 """Seconds for this node's processes to end by themselves when the first node is gone."""
+
+BEYOND_S = 5.0
+"""Seconds beyond its own limit that the rendezvous has: where it can, it says itself what is wrong."""
 
 
 def say(text: str) -> None:
@@ -268,15 +273,19 @@ def launch(argv: list[str]) -> int:
     grace_s = _seconds(GRACE, GRACE_S)
     signals = Signals()
     signals.install()
-    config, entrypoint, arguments = config_from_args(_arguments(argv))
+    with _refused():
+        config, entrypoint, arguments = config_from_args(_arguments(argv))
+    if config.nproc_per_node < 1:
+        raise UserError(f"--nproc-per-node is {config.nproc_per_node}, expected 1 or more processes")
     # The others are handled here; the agent would raise in the midst of starting processes.
     config.signals_to_handle = "SIGQUIT"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     handler: Any = None
     try:
         signals.waiting = True
-        endpoint.prepare(config)
-        handler = _handler(config)
+        with _refused():
+            endpoint.prepare(config)
+            handler = _handler(config)
         signals.waiting = False
         return _run(config, entrypoint, arguments, handler=handler, signals=signals, grace_s=grace_s)
     except StoppedEarly:
@@ -302,6 +311,21 @@ def _arguments(argv: list[str]) -> Any:
     return args
 
 
+@contextlib.contextmanager
+def _refused() -> Generator[None]:
+    """torchrun's refusals of an option, and of the system's for its log folder, are lines of our own.
+
+    Raises:
+        UserError: what was refused.
+    """
+    try:
+        yield
+    except (ValueError, AssertionError, OSError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(str(error)) from error
+
+
 def _handler(config: LaunchConfig) -> Any:
     def build() -> Any:
         parameters = RendezvousParameters(
@@ -316,13 +340,45 @@ def _handler(config: LaunchConfig) -> Any:
         return rendezvous.get_rendezvous_handler(parameters)
 
     try:
-        return build()
-    except RendezvousConnectionError:
-        if config.rdzv_configs.get("is_host") != "true":
+        return _built(build, config)
+    except RendezvousConnectionError as error:
+        if config.rdzv_configs.get("is_host") == "true":
+            # Another launcher on this machine was faster.
+            config.rdzv_configs["is_host"] = "false"
+            with contextlib.suppress(RendezvousConnectionError):
+                return _built(build, config)
+        why = str(error.__cause__ or error).splitlines()[0]
+        raise UserError(
+            f"no rendezvous at {config.rdzv_endpoint}: {why}: is the port another program's, or not allowed? "
+            "Take a free one of the first node (MASTER_PORT)"
+        ) from error
+
+
+def _built(build: Callable[[], Any], config: LaunchConfig) -> Any:
+    """The rendezvous handler, built in a thread: its store is waited for in C++, where no signal arrives.
+
+    Raises:
+        UserError: the port is not that of a rendezvous; what else listens there may never answer.
+    """
+    limit_s = float(config.rdzv_configs.get("join_timeout", 600))
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(build())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return future.result(timeout=limit_s + BEYOND_S)
+    except TimeoutError:
+        if future.done():
             raise
-        # Another launcher on this machine was faster.
-        config.rdzv_configs["is_host"] = "false"
-        return build()
+        raise UserError(
+            f"what answers at {config.rdzv_endpoint} did not do so as a rendezvous does within {limit_s:g} "
+            "s: is the port another program's? Take a free one of the first node (MASTER_PORT)"
+        ) from None
 
 
 def _run(

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig
 from torchtitan.components.checkpointer import CheckpointManager
 
-from torchtitan_ext import endpoint
+from torchtitan_ext import endpoint, launch
 from torchtitan_ext.errors import UserError
 
 
@@ -62,6 +62,42 @@ def test_an_endpoint_without_an_answer_is_an_error_in_time():
         UserError, match=r"endpoint 127\.0\.0\.1:1 cannot be reached .* within 0\.1 s \(.*refused"
     ):
         endpoint._reach("127.0.0.1", 1, limit_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--nproc-per-node", "0"], "--nproc-per-node is 0"),
+        (["--nproc-per-node", "many"], "nproc_per_node value: many"),
+        (["--nnodes", "0"], "min_nodes must be > 0"),
+        (["--local-ranks-filter", "all"], "must be a comma-separated list"),
+        (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:ssh"], "endpoint 'node0:ssh'"),
+        (["--nnodes", "1", "--rdzv-conf", "join_timeout"], "'join_timeout' must have a value"),
+        (["--log-dir", "/proc/nowhere"], "/proc/nowhere"),
+    ],
+)  # fmt: skip
+def test_an_option_that_torchrun_refuses_is_an_error_in_the_input(options, said, monkeypatch):
+    monkeypatch.setattr(launch.Signals, "install", lambda self: None)
+    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
+    with pytest.raises(UserError, match=said):
+        launch.launch([*options, "-m", "no.such.module"])
+
+
+def test_a_port_of_another_program_is_an_error_in_time(listener, monkeypatch):
+    """It takes the connection and never answers: torch's store would wait for ever."""
+    monkeypatch.setattr(launch, "BEYOND_S", 0.1)
+    made = config(f"127.0.0.1:{listener}", join_timeout="1", is_host="false")
+    with pytest.raises(UserError, match=rf"127\.0\.0\.1:{listener} did not do so .* within 1 s"):
+        launch._handler(made)
+
+
+def test_a_port_that_cannot_be_listened_on_is_one_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        made = config(address, join_timeout="1", read_timeout="1", is_host="true")
+        with pytest.raises(UserError, match=rf"no rendezvous at {address}: .*address already in use"):
+            launch._handler(made)
 
 
 def test_what_the_launcher_overrides_and_sets_in_torchelastic():
