@@ -10,7 +10,7 @@ import pytest
 import tyro
 
 from torchtitan_ext.config import load_toml, parse
-from torchtitan_ext.config.sections import ModelSection
+from torchtitan_ext.config.sections import JobSection, ModelSection
 from torchtitan_ext.errors import UserError
 
 
@@ -555,3 +555,11 @@ def test_a_broken_config_ends_a_tool_with_one_line(tmp_path) -> None:
     assert done.returncode == 2 and done.stdout == ""
     errors = [line for line in done.stderr.splitlines() if "rror" in line]
     assert errors == [f"error: config file {str(tmp_path / 'x.toml')!r}: no such file"]
+
+
+def test_the_tilde_of_a_folder_is_the_home_folder(monkeypatch):
+    """No shell has seen that of a TOML or of --job.dump_folder=~/runs."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert JobSection(dump_folder="~/runs").dump_folder == "/home/me/runs"
+    assert ModelSection(hf_assets_path="~/assets").hf_assets_path == "/home/me/assets"
+    assert (JobSection(dump_folder="a/~").dump_folder, ModelSection().hf_assets_path) == ("a/~", "")

@@ -4,6 +4,7 @@ Every other section is torchtitan's own dataclass. Each of these has the
 ``build`` that torchtitan calls, so the training loop does not know them.
 """
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +26,10 @@ class JobSection:
     description: str = ""
     """One line about the run, shown at the start."""
 
+    def __post_init__(self) -> None:
+        # A shell leaves the ~ of --job.dump_folder=~/runs as it is, and of a TOML it never sees one.
+        self.dump_folder = os.path.expanduser(self.dump_folder)
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelSection:
@@ -41,6 +46,9 @@ class ModelSection:
 
     attention: Literal["auto", "dense", "flex", "varlen"] = "auto"
     """Attention kernel. auto: dense on the CPU, flex on a GPU."""
+
+    def __post_init__(self) -> None:
+        self.hf_assets_path = os.path.expanduser(self.hf_assets_path)
 
 
 class Optimizers(OptimizersContainer):
