@@ -5,9 +5,12 @@ Exit codes are those of :mod:`torchtitan_ext.stopping` and
 only checked, on any machine (:mod:`torchtitan_ext.planning.fake_run`).
 """
 
+import contextlib
+import errno
 import os
 import sys
 import time
+from collections.abc import Generator
 
 import torch
 from torchtitan.observability import structured_logger as sl
@@ -66,17 +69,18 @@ def run(argv: list[str]) -> int:
     )
     trainer: ExtTrainer | None = None
     code = 0
-    try:
-        trainer = _build(config)
-        if config.checkpoint.create_seed_checkpoint:
-            _save_seed(trainer)
-        else:
-            trainer.train()
-    except stopping.Stopped as stopped:
-        code = int(stopped.code or 0)
-    finally:
-        if trainer is not None:
-            trainer.close()
+    with _refused_writes(config.dump_folder):
+        try:
+            trainer = _build(config)
+            if config.checkpoint.create_seed_checkpoint:
+                _save_seed(trainer)
+            else:
+                trainer.train()
+        except stopping.Stopped as stopped:
+            code = int(stopped.code or 0)
+        finally:
+            if trainer is not None:
+                trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return code
@@ -86,6 +90,28 @@ def _say_restart() -> None:
     count, most = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if count is not None and count != "0":
         logger.info(f"Restart {count} of {most}: going on from the newest whole checkpoint, if there is one.")
+
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""What the system says of a disk that is full, over its quota, read-only or broken."""
+
+
+@contextlib.contextmanager
+def _refused_writes(folder: str) -> Generator[None]:
+    """TensorBoard, the resolved config and the like find the disk full as a checkpoint does, in a line.
+
+    Raises:
+        UserError: the disk takes nothing more.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        raise UserError(
+            f"[job] dump_folder = {folder!r} cannot be written: {error.strerror}{where}"
+        ) from error
 
 
 def _build(config: ExtTrainer.Config) -> ExtTrainer:

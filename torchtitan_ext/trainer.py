@@ -19,6 +19,7 @@ import tyro
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 import torchtitan_ext
@@ -260,8 +261,11 @@ class ExtTrainer(Trainer):
             },
         }
         folder = Path(self.config.dump_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.json").write_text(json.dumps(note, indent=2) + "\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "run.json").write_text(json.dumps(note, indent=2) + "\n")
+        except OSError as error:  # a run that has ended or stopped well stays so
+            logger.warning(f"{folder / 'run.json'} cannot be written: {error.strerror}")
 
     def _save_config(self) -> None:
         """The resolved config into the dump folder; after loading, so a refused run replaces nothing."""

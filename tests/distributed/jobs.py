@@ -280,6 +280,17 @@ def refusal_without_disk(folder: str, args: list[str]) -> dict[str, Any]:
     return refusal(folder, args)
 
 
+def refusal_where_notes_find_no_room(folder: str, args: list[str]) -> dict[str, Any]:
+    """:func:`refusal` on a disk that is full when the resolved config is written."""
+    import errno
+
+    def full(config: Any, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    front.save = full
+    return refusal(folder, args)
+
+
 def validation_series(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[float, float]]:
     """Validation loss and perplexity by step, from a recorder's rows."""
     losses = {s: r["validation_metrics/loss"] for s, r in rows if "validation_metrics/loss" in r}

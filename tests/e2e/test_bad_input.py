@@ -108,6 +108,20 @@ def test_no_free_disk_for_a_checkpoint(tmp_path):
     assert not [name for name in result["left"] if "step-" in name]
 
 
+def test_a_disk_that_is_full_for_what_is_no_checkpoint(tmp_path):
+    (result,) = run(jobs.refusal_where_notes_find_no_room, world=1, folder=str(tmp_path), args=[])
+    path = tmp_path / "out" / "config.toml"
+    assert result["error"] == (
+        f"[job] dump_folder = '{tmp_path / 'out'}' cannot be written: No space left on device: {path}"
+    )
+
+
+def test_a_note_that_cannot_be_written_fails_no_run_that_went_well(tmp_path):
+    (tmp_path / "out" / "run.json").mkdir(parents=True)
+    (result,) = run(jobs.train_logged, world=1, folder=str(tmp_path), args=["--training.steps", "1"])
+    assert list(result["loss"]) == [1] and "run.json cannot be written: Is a directory" in result["log"]
+
+
 def test_exit_code_and_no_traceback(tmp_path):
     config = tmp_path / "bad.toml"
     config.write_text("[training]\nsteps = 'eleven'\n")
