@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
@@ -87,7 +88,7 @@ class ExtValidator(Validator):
             {k: v.to(device) for k, v in batch.inputs.items()}
         )
         with self.validation_context():
-            return self.trainer.objective.loss(
+            result = self.trainer.objective.loss(
                 model,
                 tokens,
                 batch.labels.to(device),
@@ -96,6 +97,12 @@ class ExtValidator(Validator):
                 counts=counts,
                 loss_fn=self.loss_fn,
             )
+        if isinstance(model, FSDPModule):
+            # A loss in chunks calls the head behind the model's forward, and no backward tells FSDP that
+            # this was all: the next step would begin with the group of norm and head half run, and free
+            # the norm's weight between two uses.
+            model.reset_iter_state()
+        return result
 
     def _prepare(self) -> list[Prepared]:
         """All prepared batches of this rank, filled up with empty ones to the longest rank's number."""

@@ -95,6 +95,31 @@ def test_steps_are_those_of_one_process(tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=2e-3) and min(norms[0]) > 0
 
 
+CHUNKS = ["--loss.num_chunks", "2"]
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("alodlm", []),
+        *(pytest.param(method, CHUNKS, marks=pytest.mark.slow) for method in ("alodlm", "wedlm")),
+    ],
+)
+def test_validation_leaves_the_steps_that_follow_as_they_were(method, args, tmp_path):
+    """Whatever a forward without a backward leaves in FSDP's groups, such as the norm's and the head's."""
+    args = [*BASE[method], *args, *HALF, "--training.steps", "3"]
+    validate = ["--validation.enable", "--validation.freq", "1", "--validation.steps", "2"]
+    results = {}
+    for name, more in (("plain", []), ("validated", validate)):
+        (tmp_path / name).mkdir()
+        results[name] = run(jobs.training, world=2, folder=str(tmp_path / name), args=[*args, *more])[0]
+    plain, validated = results["plain"], results["validated"]
+    assert validated["loss"] == plain["loss"] and validated["grad_norm"] == plain["grad_norm"]
+    for name, weight in validated["weights"].items():
+        assert torch.equal(weight, plain["weights"][name]), name
+    assert any("validation" in key for _, row in validated["rows"] for key in row)
+
+
 @pytest.mark.parametrize("method", sorted(BASE))
 def test_resumes_bit_for_bit(method, tmp_path):
     """Corruption and exits included: they are functions of seed, step and rank."""
