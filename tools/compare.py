@@ -37,11 +37,13 @@ from torchtitan_ext.evaluation import (
     bench_methods,
     bench_system,
     bench_tdlm,
+    decoding,
     plots,
     profile,
     tasks,
 )
 from torchtitan_ext.evaluation.report import command as report_command
+from torchtitan_ext.evaluation.report.runs import short_names
 
 BENCHMARKS = {
     **bench.BENCHMARKS,
@@ -168,29 +170,31 @@ def run_lengths(args: argparse.Namespace) -> None:
         raise UserError(f"--at {args.at} must be among --lengths {args.lengths}")
     if args.png is not None:
         plots.check_can_draw()
+    folders = [Path(path).expanduser().resolve() for path in args.runs]
+    if twice := next((path for i, path in enumerate(args.runs) if folders[i] in folders[:i]), None):
+        raise UserError(f"the run {twice} is given twice")
     curves: dict[str, list[tasks.LengthResult]] = {}
     lines = [("run", "parameters", "steps", "seconds", *(f"token accuracy at {n}" for n in shown))]
     task = trained = None
-    for path in args.runs:
+    for path, name in zip(args.runs, short_names(folders), strict=True):
         loaded = load_model(path)
         task, trained = tasks.task_of_run(args.task, loaded.config, length=lengths[0])
         results = tasks.evaluate_lengths(
             loaded.model, task, lengths, samples=args.samples, trained_maximum=trained
         )
-        name = Path(path).name if Path(path).name not in curves else str(path)
         curves[name] = results
         by_length = {result.length: result for result in results}
         lines.append((name, *facts(Path(path), loaded), *(percent(by_length[n]) for n in shown)))
     assert task is not None
     print(aligned(lines))
     if args.csv is not None:
-        header = "run,length,samples,token_accuracy,exact_match\n"
-        rows = (
-            f"{name},{r.length},{r.samples},{r.token_accuracy},{r.exact_match}\n"
+        names = ("length", "samples", "token_accuracy", "exact_match")
+        rows = [
+            {"run": name, **{key: getattr(result, key) for key in names}}
             for name, results in curves.items()
-            for r in results
-        )
-        write(args.csv, header + "".join(rows))
+            for result in results
+        ]
+        decoding.write_rows(args.csv, rows, names=["run", *names])
     if args.png is not None:
         plots.draw_lengths(
             args.png,

@@ -333,6 +333,18 @@ def test_names_are_the_shortest_ends_that_differ():
     assert short_names([Path("/a/out"), Path("/b/out"), Path("/b/z")]) == ["a/out", "b/out", "b/z"]
 
 
+def test_evaluations_have_labels_of_their_own():
+    """Else the curve of one would hide another's."""
+
+    def one(run: str, **told) -> evaluations.Evaluation:
+        told = {"checkpoint": "a/step-1", **told}
+        return evaluations.Evaluation(run=run, file=Path("e.jsonl"), kind="lengths", told=told)
+
+    group = [one("a", seed=0), one("a", seed=1), one("a", seed=1), one("b", seed=0)]
+    head = "a (step-1) (e.jsonl) (seed"
+    assert measures.labels(group) == [f"{head} 0)", f"{head} 1) 1", f"{head} 1) 2", "b"]
+
+
 def test_parameters_come_from_a_checkpoint_and_a_tied_matrix_counts_once(tmp_path):
     import torch
     import torch.distributed.checkpoint as dcp

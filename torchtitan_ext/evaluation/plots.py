@@ -17,6 +17,15 @@ def check_can_draw() -> None:
         raise UserError('a picture needs matplotlib: pip install "torchtitan-ext[eval]"')
 
 
+def plain(text: str) -> str:
+    """Text for matplotlib as it stands, without its middle where it is long.
+
+    Dollars would make formulas, and a name that begins with _ would not come into a legend.
+    """
+    text = text if len(text) <= 44 else f"{text[:20]}...{text[-21:]}"
+    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
+
+
 def draw_lengths(
     path: Path,
     curves: Mapping[str, Sequence[LengthResult]],
@@ -42,7 +51,7 @@ def draw_lengths(
     ):
         for name, results in curves.items():
             lengths = [result.length for result in results]
-            axes.plot(lengths, [100 * getattr(r, key) for r in results], marker=".", label=name)
+            axes.plot(lengths, [100 * getattr(r, key) for r in results], marker=".", label=plain(name))
         if trained_maximum is not None:
             axes.axvline(trained_maximum, color="tab:orange", linestyle=":", label="longest in training")
         axes.set_ylim(-3, 103)

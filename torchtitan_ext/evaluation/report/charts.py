@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan_ext.evaluation.plots import plain
 from torchtitan_ext.evaluation.report import events
 from torchtitan_ext.evaluation.report.runs import TOKENS, Run
 
@@ -61,11 +62,11 @@ def curve(runs: Sequence[Run], tag: str, *, look: Look, title: str) -> bytes | N
             axes.plot(xs, values, dash, color=colour, alpha=0.4, linewidth=0.9)
             values = events.smoothed(values, look.smoothing)
         axes.plot(
-            xs, values, dash, color=colour, linewidth=1.6, marker=mark, markersize=3, label=_plain(run.name)
+            xs, values, dash, color=colour, linewidth=1.6, marker=mark, markersize=3, label=plain(run.name)
         )
     axes.set_xlabel("tokens" if look.axis == "tokens" else "step")
     if len(title) <= 30:  # a longer one would be cut, and stands below the picture anyway
-        axes.set_ylabel(_plain(title))
+        axes.set_ylabel(plain(title))
     axes.xaxis.set_major_formatter(_short_numbers())
     return _png(figure, axes)
 
@@ -84,13 +85,13 @@ def lengths(
         colour, dash = colours[name]
         known = [row for row in rows if isinstance(row.get(key), int | float)]
         xs, ys = [row["length"] for row in known], [100 * row[key] for row in known]
-        axes.plot(xs, ys, dash, color=colour, marker=".", label=_plain(name))
+        axes.plot(xs, ys, dash, color=colour, marker=".", label=plain(name))
     for i, length in enumerate(trained):
         axes.axvline(length, color="grey", linestyle=":", label="" if i else "longest in training")
     axes.set_ylim(-3, 103)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("length")
-    axes.set_ylabel(_plain(f"{title} (%)"))
+    axes.set_ylabel(plain(f"{title} (%)"))
     return _png(figure, axes)
 
 
@@ -113,15 +114,6 @@ def _png(figure: Any, axes: Any) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=DPI, metadata={"Software": None})
     return out.getvalue()
-
-
-def _plain(text: str) -> str:
-    """Text for matplotlib as it stands, without its middle where it is long.
-
-    Dollars would make formulas, and a name that begins with _ would not come into a legend.
-    """
-    text = text if len(text) <= 44 else f"{text[:20]}...{text[-21:]}"
-    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 
 def _short_numbers() -> Callable[[float, int], str]:

@@ -72,11 +72,12 @@ def _options(told: Mapping[str, Any]) -> str:
 
 
 def labels(evaluations: Sequence[Evaluation]) -> list[str]:
-    """The run of each, with more where a run comes several times: options, checkpoint, at last the file."""
+    """The run of each, with more where a run comes several times: options, checkpoint, file, seed."""
     added: list[Callable[[Evaluation], str]] = [
         lambda e: _options(e.told),
         lambda e: Path(str(e.told["checkpoint"])).name,
         lambda e: e.file.name,
+        lambda e: f"seed {e.told['seed']}" if "seed" in e.told else "",
     ]
     names = [e.run for e in evaluations]
     for more in added:
@@ -85,7 +86,11 @@ def labels(evaluations: Sequence[Evaluation]) -> list[str]:
             f"{name} ({extra})" if name in twice and (extra := more(e)) else name
             for name, e in zip(names, evaluations, strict=True)
         ]
-    return names
+    # What is still equal is counted.
+    return [
+        f"{name} {names[: i + 1].count(name)}" if names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
 
 
 # --- tables ----------------------------------------------------------------------------
