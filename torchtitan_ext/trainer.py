@@ -385,7 +385,7 @@ def check_before_start(config: ExtTrainer.Config, *, vocabulary: int) -> None:
 
     Raises:
         UserError: degrees that do not multiply to the world size, a batch that
-            does not divide, a tokenizer larger than the model's vocabulary.
+            does not divide, no tokenizer where it should be, one larger than the model's vocabulary.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     p, t = config.parallelism, config.training
@@ -405,7 +405,14 @@ def check_before_start(config: ExtTrainer.Config, *, vocabulary: int) -> None:
             f"[training] global_batch_size = {t.global_batch_size} must be a multiple of local_batch_size "
             f"x data-parallel ranks = {t.local_batch_size} x {per_pass // t.local_batch_size} = {per_pass}"
         )
-    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    assets = config.hf_assets_path
+    if assets and config.tokenizer.kind == "auto" and not Path(assets).exists():
+        # Bytes are what it takes where nothing is; a typo, or a start in another folder, is not meant so.
+        raise UserError(
+            f"[model] hf_assets_path = {assets!r} is not there, seen from {Path.cwd()} "
+            "([tokenizer] kind = 'byte' reads text as bytes)"
+        )
+    tokenizer = config.tokenizer.build(tokenizer_path=assets)
     if tokenizer.get_vocab_size() > vocabulary:
         raise UserError(
             f"the tokenizer has {tokenizer.get_vocab_size()} tokens but [model] flavor = "

@@ -102,6 +102,17 @@ def test_weights_of_another_vocabulary(tmp_path):
     assert str(path) in result["error"]
 
 
+def test_a_folder_of_assets_that_is_not_there(tmp_path):
+    """A typo, or a start in another folder, must not train on bytes."""
+    args = ["--model.hf_assets_path", "assets/typo", "--training.steps", "1"]
+    (result,) = run(jobs.refusal, world=1, folder=str(tmp_path), args=args)
+    assert "[model] hf_assets_path = 'assets/typo' is not there, seen from" in result["error"]
+    (bytes_are_meant,) = run(
+        jobs.refusal, world=1, folder=str(tmp_path), args=[*args, "--tokenizer.kind", "byte"]
+    )
+    assert bytes_are_meant["error"] is None
+
+
 def test_no_free_disk_for_a_checkpoint(tmp_path):
     (result,) = run(jobs.refusal_without_disk, world=1, folder=str(tmp_path), args=["--checkpoint.enable"])
     assert "no disk space for a checkpoint" in result["error"] and "GiB" in result["error"]

@@ -200,7 +200,7 @@ def _prepare(config: Any) -> str | None:
         own.convergence_tol = 0.0  # the plan has every iterate; leaving early depends on numbers
     assets = config.model.hf_assets_path
     if not Path(assets or "-").exists() and config.model.flavor != "hf":
-        config.tokenizer.kind = "auto"
+        config.tokenizer.kind = "byte"
     if wanted == "dense":
         return None
     return "varlen" if wanted == "varlen" else "flex"

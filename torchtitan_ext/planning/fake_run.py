@@ -190,7 +190,7 @@ def _prepare(config: ExtTrainer.Config) -> None:
     if config.activation_checkpoint.mode == "memory_budget":  # a pass of the compiler
         config.activation_checkpoint.mode = "selective"
     if not Path(config.model.hf_assets_path or ".").exists():
-        config.tokenizer.kind = "auto"
+        config.tokenizer.kind = "byte"
     device.cpu_peak_flops()  # it measures, which it could not do on tensors without data
 
 
