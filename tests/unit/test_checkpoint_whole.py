@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpointer.base import MODEL, ModelWrapper
 
 from torchtitan_ext.checkpoint import manager, whole
 from torchtitan_ext.errors import UserError
@@ -132,6 +133,22 @@ def test_pinned_memory_needs_an_accelerator():
     config = manager.ExtCheckpointManager.Config(enable=True, async_mode="async_with_pinned_mem")
     with pytest.raises(UserError, match="'async_with_pinned_mem' needs an accelerator.*'disabled', 'async'"):
         manager.ExtCheckpointManager(config)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_room_that_a_checkpoint_needs(frozen, monkeypatch, tmp_path):
+    """Frozen weights have no optimizer moments: a run whose checkpoint fits is not refused."""
+    model = torch.nn.Linear(300, 100)
+    model.weight.requires_grad_(not frozen)
+    own: Any = object.__new__(manager.ExtCheckpointManager)
+    own.folder, own.states = str(tmp_path), {MODEL: ModelWrapper(model)}
+    needed = 4 * (300 * 100 * (1 if frozen else 3) + 100 * 3)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    own._check_free_disk()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    with pytest.raises(UserError, match="no disk space for a checkpoint"):
+        own._check_free_disk()
 
 
 def refused(cause: BaseException, *, full: bool, monkeypatch: Any, folder: Path) -> str | None:

@@ -114,10 +114,13 @@ class ExtCheckpointManager(CheckpointManager):
     def _check_free_disk(self) -> None:
         """Refuse to start when not even one checkpoint fits.
 
-        Weights and two optimizer moments, for the parameters of this pipeline rank.
+        Weights, and two optimizer moments of those that are trained, for the parameters of this pipeline
+        rank.
         """
-        tensors = self.states[MODEL].state_dict().values()
-        needed = 3 * sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+        wrapper = self.states[MODEL]
+        trained = [p for part in wrapper.model for p in part.parameters() if p.requires_grad]
+        stored = [t for t in wrapper.state_dict().values() if isinstance(t, torch.Tensor)]
+        needed = sum(t.numel() * t.element_size() for t in [*stored, *trained, *trained])
         parent = Path(self.folder)
         while not parent.exists():
             parent = parent.parent
