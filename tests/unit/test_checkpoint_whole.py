@@ -135,6 +135,31 @@ def test_pinned_memory_needs_an_accelerator():
         manager.ExtCheckpointManager(config)
 
 
+def test_a_folder_that_is_no_checkpoint_is_told_from_a_damaged_one(tmp_path):
+    """A run's folder, and a Hugging Face folder without initial_load_in_hf, are the usual slips."""
+    check = object.__new__(manager.ExtCheckpointManager)._check_native
+    run, hub = tmp_path / "run", tmp_path / "hub"
+    make(run / "checkpoint" / "step-5", "whole")
+    make(run / "checkpoint" / "step-10", "left-over")
+    make(hub, "left-over")  # a small one has no index
+    newest = run / "checkpoint" / "step-5"
+    for folder in (run, run / "checkpoint"):
+        with pytest.raises(UserError, match=f"no checkpoint but holds some: the newest is {newest}"):
+            check({}, folder, resumed=False)
+    with pytest.raises(UserError, match="a Hugging Face folder: it needs .* initial_load_in_hf = true"):
+        check({}, hub, resumed=False)
+    with pytest.raises(UserError, match="step-10 cannot be loaded: it has no .metadata"):
+        check({}, run / "checkpoint" / "step-10", resumed=False)
+
+
+def test_weights_may_lie_beside_the_tokenizer(caplog):
+    """As torchtitan has it: without initial_load_path they come from hf_assets_path."""
+    config = manager.ExtCheckpointManager.Config(enable=True, initial_load_in_hf=True)
+    assert config.initial_load_in_hf and config.initial_load_model_only and not caplog.records
+    with pytest.raises(ValueError, match="requires initial_load_model_only"):
+        manager.ExtCheckpointManager.Config(initial_load_in_hf=True, initial_load_model_only=False)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_room_that_a_checkpoint_needs(frozen, monkeypatch, tmp_path):
     """Frozen weights have no optimizer moments: a run whose checkpoint fits is not refused."""

@@ -63,12 +63,13 @@ class ExtCheckpointManager(CheckpointManager):
         def __post_init__(self) -> None:
             if self.initial_load_path and not filesystem.is_remote(self.initial_load_path):
                 self.initial_load_path = os.path.abspath(os.path.expanduser(self.initial_load_path))
-            chosen = self.initial_load_model_only
-            if not self.initial_load_path:
-                # Unused without a path; torchtitan would warn at every rebuild of the config.
-                self.initial_load_model_only = False
+            chosen = self.initial_load_model_only, self.initial_load_in_hf
+            if not self.initial_load_path and self.initial_load_model_only:
+                # A start without a path has no weights, or those beside the tokenizer in hf_assets_path;
+                # torchtitan would warn at every rebuild of the config.
+                self.initial_load_model_only = self.initial_load_in_hf = False
             CheckpointManager.Config.__post_init__(self)
-            self.initial_load_model_only = chosen
+            self.initial_load_model_only, self.initial_load_in_hf = chosen
 
     before_save: Callable[[], None] | None = None
     """Called on every rank before a checkpoint is written; may raise to prevent it."""
@@ -94,6 +95,11 @@ class ExtCheckpointManager(CheckpointManager):
         path = config.initial_load_path
         if path and not filesystem.is_remote(path) and not Path(path).is_dir():
             raise UserError(f"[checkpoint] initial_load_path = {path!r} is not a folder")
+        if config.initial_load_in_hf and not path and not getattr(self.sd_adapter, "hf_assets_path", None):
+            raise UserError(
+                "[checkpoint] initial_load_in_hf = true needs initial_load_path, or [model] hf_assets_path "
+                "with weights beside the tokenizer"
+            )
         if not config.load_only:
             self._check_free_disk()
 
@@ -406,6 +412,8 @@ class ExtCheckpointManager(CheckpointManager):
 
     def _check_native(self, state_dict: dict[str, Any], folder: Path, *, resumed: bool) -> None:
         reason = whole.damage(folder)
+        if reason is not None and (instead := _instead(folder)):
+            raise UserError(f"[checkpoint] initial_load_path = '{folder}' is {instead}")
         if reason is not None:
             raise UserError(f"checkpoint {folder} cannot be loaded: {reason}")
         native = (folder / ".metadata").is_file()  # or else the last save's Hugging Face folder
@@ -428,6 +436,17 @@ class ExtCheckpointManager(CheckpointManager):
                     f"checkpoint {folder} does not fit the model: {name} has shape {list(entry.size)}, "
                     f"the model's is {list(tensor.shape)}"
                 )
+
+
+def _instead(folder: Path) -> str:
+    """What a folder that is no checkpoint may be meant for; "" for a damaged one."""
+    if whole.STEP_FOLDER.match(folder.name) is None and any(folder.glob("*.safetensors")):
+        return "a Hugging Face folder: it needs [checkpoint] initial_load_in_hf = true"
+    for parent in (folder, folder / "checkpoint"):
+        step, _ = whole.newest_whole(parent)
+        if step >= 0:
+            return f"no checkpoint but holds some: the newest is {parent / f'step-{step}'}"
+    return ""
 
 
 def _refused_write(error: BaseException, folder: Path) -> str | None:
