@@ -314,10 +314,23 @@ def greedy_rows(lengths: list[int], seq_len: int) -> int:
     return rows
 
 
+def test_conversations_without_an_answer_are_left_out_and_said_so_once(tmp_path, caplog):
+    """Another name for the role would leave out everything."""
+    turns = [{"role": "user", "content": "q"}, {"role": "model", "content": "a"}]
+    data = write_jsonl(tmp_path / "d.jsonl", [{"messages": turns}] * 3)
+    with caplog.at_level("WARNING"):
+        assert finite_rows(chat(data), seq_len=64) == []
+    said = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert said == [
+        "dataloader (chat): conversations without a message of the role 'assistant' (one has user, model) "
+        "are left out"
+    ]
+
+
 @pytest.mark.parametrize(
     ("record", "kwargs", "message"),
     [
-        ({"a": 1}, {}, "no processor fits the fields a"),
+        ({"a": 1}, {}, r"^dataloader \(chat\): processor = 'auto': no processor fits the fields a"),
         ({"question": "q"}, {"processor": "gsm8k"}, "no field 'answer'"),
         ({"question": 3, "answer": "a"}, {}, "question is int, expected text"),
         ({"messages": []}, {}, "expected a list with at least one message"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
+from torchtitan.tools.logging import logger
 
 from torchtitan_ext.data.packing import Document, next_token_document
 from torchtitan_ext.data.processors import Completion, Messages, Processor
@@ -198,18 +199,32 @@ def check_tokenizer(tokenizer: Any, *, where: str) -> None:
         raise UserError(f"{where}: the tokenizer does not keep parts of a text together (got {joined!r})")
 
 
+def _without_answer(conversation: Messages | Completion) -> str:
+    if isinstance(conversation, Completion):
+        return "with an empty completion"
+    roles = ", ".join(dict.fromkeys(message["role"] for message in conversation))
+    return f"without a message of the role {ASSISTANT!r} (one has {roles})"
+
+
 def chat_encoder(
     tokenizer: Any, *, choose: Callable[[set[str]], Processor], where: str
 ) -> Callable[[Sequence[Record]], list[Document | None]]:
     """An encoder of conversations; ``choose`` gives the processor for the fields of a record."""
     check_tokenizer(tokenizer, where=where)
+    told = False
 
     def encode_one(record: Record) -> Document | None:
+        nonlocal told
         if not isinstance(record, dict):
             raise UserError(f"{where}: a chat record needs fields, got {type(record).__name__}")
         try:
-            return encode_conversation(tokenizer, choose(set(record))(record))
+            conversation = choose(set(record))(record)
+            document = encode_conversation(tokenizer, conversation)
         except UserError as error:
             raise UserError(f"{where}: {error} in the record {str(record)[:120]!r}") from error
+        if document is None and not told:
+            told = True
+            logger.warning(f"{where}: conversations {_without_answer(conversation)} are left out")
+        return document
 
     return lambda records: [encode_one(record) for record in records]

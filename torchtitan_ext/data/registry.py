@@ -123,7 +123,7 @@ def _build_chat(fields: SourceFields, context: Context) -> Built:
     else:
         source = HubTable(path, subset=fields.subset, split=fields.split, where=context.where)
     source = _part(source, fields)
-    choose = partial(resolve_processor, fields.processor, where=context.where)
+    choose = partial(resolve_processor, fields.processor, where=f"processor = {fields.processor!r}")
     encode = chat_encoder(context.tokenizer, choose=choose, where=context.where)
     # The first records go all the way, so that a wrong field or template ends the run at its start.
     encode(first_records(source, 2))
