@@ -183,6 +183,24 @@ def test_a_turn_that_calls_a_tool_needs_no_content(content):
         encode_conversation(tokenizer_with(chat_templates.CHATML), talk)
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_of_a_record_reach_the_template(as_text, tmp_path):
+    """As the prompt of the answer has them; in every rendering by which the turns are found."""
+    listing = "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": "<int>"}}}]
+    record = {"messages": TALK, "tools": json.dumps(tools) if as_text else tools}
+    tokenizer = tokenizer_with(listing + chat_templates.DEFAULT)
+    data = write_jsonl(tmp_path / "d.jsonl", [record])
+    (batch,) = loader(chat(data), tokenizer=tokenizer, seq_len=512)
+    document, plain = batch_rows(batch)[0], encode_conversation(tokenizer, TALK)
+    before = tokenizer.encode(json.dumps(tools[0]) + "\n")
+    assert plain is not None and document[0][: len(before)] == before
+    assert document[0][len(before) : len(before) + len(plain.tokens)] == plain.tokens.tolist()
+    assert [x for x in document[2] if x != IGNORE] == plain.labels[plain.labels != IGNORE].tolist()
+    with pytest.raises(UserError, match=r"leaves out tools \(one is 'add'\)"):
+        loader(chat(data))
+
+
 def test_a_talk_that_ends_with_the_user():
     tokenizer = byte_tokenizer()
     document = encode_conversation(tokenizer, TALK[:4])
@@ -334,6 +352,8 @@ def test_conversations_without_an_answer_are_left_out_and_said_so_once(tmp_path,
         ({"question": "q"}, {"processor": "gsm8k"}, "no field 'answer'"),
         ({"question": 3, "answer": "a"}, {}, "question is int, expected text"),
         ({"messages": []}, {}, "expected a list with at least one message"),
+        ({"messages": TALK, "tools": "[{"}, {}, "tools is not JSON"),
+        ({"messages": TALK, "tools": {"name": "f"}}, {}, "tools is dict, expected a list"),
         ({"messages": [{"role": "user"}]}, {}, "message 0 has no 'role' and 'content'"),
         ({"question": "q", "answer": "a"}, {"processor": "gsm8"}, "did you mean 'gsm8k'"),
     ],

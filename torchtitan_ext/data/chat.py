@@ -7,6 +7,7 @@ given when it is asked to answer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,13 +32,18 @@ class Span(NamedTuple):
     stop: int
 
 
-def render(tokenizer: Any, messages: Messages, *, prompt: bool = False) -> str:
+Tools = list[Any]
+"""Descriptions of what the assistant may call, as the template takes them."""
+
+
+def render(tokenizer: Any, messages: Messages, *, prompt: bool = False, tools: Tools | None = None) -> str:
     """The conversation as text; ``prompt`` ends it where the assistant begins.
 
     Errors: UserError with the template's own reason, or for one that cannot be read.
     """
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
+        more = {"tools": tools} if tools else {}
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, **more)
     # A template's own expressions raise TypeError, such as a filter for mappings on a text.
     except (jinja2.TemplateError, TypeError) as error:
         raise UserError(f"the chat template refuses a conversation: {error}") from error
@@ -57,7 +63,9 @@ def render_open(tokenizer: Any, messages: Messages) -> str:
     return begun if rest.startswith(" ") else begun.rstrip()
 
 
-def assistant_spans(tokenizer: Any, messages: Messages, text: str) -> list[Span]:
+def assistant_spans(
+    tokenizer: Any, messages: Messages, text: str, *, tools: Tools | None = None
+) -> list[Span]:
     """Where each assistant turn begins and ends in ``text``, its end marker included.
 
     First by rendering the conversation up to each turn. A template whose
@@ -67,18 +75,20 @@ def assistant_spans(tokenizer: Any, messages: Messages, text: str) -> list[Span]
     Errors: UserError when neither finds every turn.
     """
     turns = [k for k, message in enumerate(messages) if message["role"] == ASSISTANT]
-    spans = _spans_by_prefix(tokenizer, messages, text, turns)
+    spans = _spans_by_prefix(tokenizer, messages, text, turns, tools=tools)
     return spans if spans is not None else _spans_by_marker(tokenizer, messages, text, turns)
 
 
-def _spans_by_prefix(tokenizer: Any, messages: Messages, text: str, turns: list[int]) -> list[Span] | None:
+def _spans_by_prefix(
+    tokenizer: Any, messages: Messages, text: str, turns: list[int], *, tools: Tools | None
+) -> list[Span] | None:
     spans = []
     for k in turns:
         if k == 0:
             # Many templates refuse an empty conversation.
             return None
-        before = render(tokenizer, messages[:k], prompt=True)
-        upto = text if k == len(messages) - 1 else render(tokenizer, messages[: k + 1])
+        before = render(tokenizer, messages[:k], prompt=True, tools=tools)
+        upto = text if k == len(messages) - 1 else render(tokenizer, messages[: k + 1], tools=tools)
         if not (text.startswith(upto) and upto.startswith(before)):
             return None
         stop = _without_blank_end(text, len(before), len(upto), messages[k]["content"])
@@ -156,16 +166,40 @@ def _cut(text: str, spans: list[Span]) -> list[tuple[str, bool]]:
     return [(part, learned) for part, learned in [*segments, (text[at:], False)] if part]
 
 
-def _check_calls(messages: Messages, text: str) -> None:
-    """Errors: UserError for a template that leaves out what a message calls, which would become silence."""
+def _name_of(described: Any) -> str:
+    """The name in a tool's description or call, in OpenAI's layout or without its wrapping."""
+    inner = described.get("function") or described if isinstance(described, dict) else {}
+    return str(inner.get("name", "")) if isinstance(inner, dict) else ""
+
+
+def _check_tools(messages: Messages, tools: Tools, text: str) -> None:
+    """Errors: UserError for a template that leaves out tools, or calls, which would become silence."""
+    for name in map(_name_of, tools):
+        if name not in text:
+            raise UserError(f"the chat template leaves out tools (one is {name!r})")
     for i, message in enumerate(messages):
         calls: Any = message.get("tool_calls") or []
-        for name in (str((call.get("function") or call).get("name", "")) for call in calls):
+        for name in map(_name_of, calls):
             if name not in text:
                 raise UserError(f"the chat template leaves out tool_calls (message {i} calls {name!r})")
 
 
-def encode_conversation(tokenizer: Any, conversation: Messages | Completion) -> Document | None:
+def tools_of(record: dict[str, Any]) -> Tools:
+    """The field ``tools`` of a record: a list, or JSON text of one, as tables hold it; else empty."""
+    value = record.get("tools") or []
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(f"tools is not JSON ({error})") from error
+    if not isinstance(value, list):
+        raise UserError(f"tools is {type(value).__name__}, expected a list")
+    return value
+
+
+def encode_conversation(
+    tokenizer: Any, conversation: Messages | Completion, *, tools: Tools | None = None
+) -> Document | None:
     """A document of a conversation, or None when the assistant says nothing.
 
     EOS is added, as a target, where the template does not end the last answer with it.
@@ -176,9 +210,9 @@ def encode_conversation(tokenizer: Any, conversation: Messages | Completion) -> 
         ]
         last_is_answer = bool(conversation.completion)
     else:
-        text = render(tokenizer, conversation)
-        _check_calls(conversation, text)
-        segments = _cut(text, assistant_spans(tokenizer, conversation, text))
+        text = render(tokenizer, conversation, tools=tools)
+        _check_tools(conversation, tools or [], text)
+        segments = _cut(text, assistant_spans(tokenizer, conversation, text, tools=tools))
         last_is_answer = conversation[-1]["role"] == ASSISTANT
     if not any(learned for _, learned in segments):
         return None
@@ -219,7 +253,7 @@ def chat_encoder(
             raise UserError(f"{where}: a chat record needs fields, got {type(record).__name__}")
         try:
             conversation = choose(set(record))(record)
-            document = encode_conversation(tokenizer, conversation)
+            document = encode_conversation(tokenizer, conversation, tools=tools_of(record))
         except UserError as error:
             raise UserError(f"{where}: {error} in the record {str(record)[:120]!r}") from error
         if document is None and not told:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.checkpoint.load import LoadedModel
-from torchtitan_ext.data.chat import render
+from torchtitan_ext.data.chat import Tools, render, tools_of
 from torchtitan_ext.data.files import FORMATS, find_files, format_of, open_files
 from torchtitan_ext.data.order import Order
 from torchtitan_ext.data.processors import Completion, Messages, check_processor, resolve_processor
@@ -169,12 +169,14 @@ def _encoded(
             continue
         try:
             choose = resolve_processor(processor, set(record), where=f"--prompts {path}")
-            yield prompt_of(loaded, choose(record))
+            yield prompt_of(loaded, choose(record), tools=tools_of(record))
         except UserError as error:
             raise UserError(f"{error} in the record {str(record)[:120]!r}") from error
 
 
-def prompt_of(loaded: LoadedModel, conversation: Messages | Completion) -> list[int]:
+def prompt_of(
+    loaded: LoadedModel, conversation: Messages | Completion, *, tools: Tools | None = None
+) -> list[int]:
     """Ids of a conversation up to where its last answer begins."""
     tokenizer = loaded.tokenizer
     if isinstance(conversation, Completion):
@@ -184,4 +186,4 @@ def prompt_of(loaded: LoadedModel, conversation: Messages | Completion) -> list[
         asked.pop()
     if not asked:
         raise UserError("the conversation holds nothing but answers")
-    return list(tokenizer.encode(render(tokenizer, asked, prompt=True)))
+    return list(tokenizer.encode(render(tokenizer, asked, prompt=True, tools=tools)))
