@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torchtitan_ext  # noqa: F401 - installs the CPU device before torchtitan is imported
 from torchtitan_ext import progress
+from torchtitan_ext.checkpoint.hf_folder import replaced_folder
 from torchtitan_ext.data import chat_templates
 from torchtitan_ext.data.config import SourceFields
 from torchtitan_ext.data.encoders import text_of
@@ -139,15 +139,11 @@ def tokenizer_config() -> dict[str, Any]:
     }
 
 
-def write_folder(tokenizer: Trained, out: Path) -> None:
-    """Write the folder whole or not at all."""
-    temporary = out.with_name(out.name + ".partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    tokenizer.save(str(temporary / "tokenizer.json"))
+def write_files(tokenizer: Trained, folder: Path) -> None:
+    """What a Hugging Face folder has of a tokenizer."""
+    tokenizer.save(str(folder / "tokenizer.json"))
     text = json.dumps(tokenizer_config(), indent=2, sort_keys=True)
-    (temporary / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-    temporary.rename(out)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -180,10 +176,12 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--out {str(out)!r} exists already")
     if min_frequency < 1 or (max_documents is not None and max_documents < 1):
         raise UserError("--min_frequency and --max_documents must be 1 or more")
-    with progress.bar("reading", total=None, unit="documents") as bar:
-        texts = texts_of(SourceFields(**args), max_documents=max_documents, bar=bar)
-        tokenizer = train(texts, vocab_size=vocab_size, min_frequency=min_frequency)
-    write_folder(tokenizer, out)
+    # The folder is begun before the work, which may be long.
+    with replaced_folder(out, marker="tokenizer.json") as folder:
+        with progress.bar("reading", total=None, unit="documents") as bar:
+            texts = texts_of(SourceFields(**args), max_documents=max_documents, bar=bar)
+            tokenizer = train(texts, vocab_size=vocab_size, min_frequency=min_frequency)
+        write_files(tokenizer, folder)
     size = tokenizer.get_vocab_size()
     print(f"{out}: {size} tokens")
     if size < vocab_size:

@@ -78,4 +78,7 @@ def test_errors(data, tmp_path):
     empty = str(write_jsonl(tmp_path / "e.jsonl", [{"text": ""}]))
     with pytest.raises(UserError, match="no text to train on"):
         train(empty, tmp_path / "a")
-    assert not (tmp_path / "a").exists() and not list(tmp_path.glob("*.partial"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="a was not written: .*Not a directory"):
+        train(data, tmp_path / "file" / "a")
+    assert not (tmp_path / "a").exists() and not list(tmp_path.glob("*.partial*"))
