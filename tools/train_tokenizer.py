@@ -95,7 +95,7 @@ def train(texts: Iterator[str], *, vocab_size: int, min_frequency: int) -> Train
     Errors: UserError when the vocabulary is too small or there is no text.
     """
     from tokenizers import Tokenizer as Trained
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     if vocab_size < SMALLEST:
         raise UserError(
@@ -122,6 +122,13 @@ def train(texts: Iterator[str], *, vocab_size: int, min_frequency: int) -> Train
     tokenizer.train_from_iterator(watched(), trainer=trainer)
     if not seen:
         raise UserError("the data set has no text to train on")
+    # Of add_bos_token in tokenizer_config.json transformers takes no notice: this puts BOS in front there.
+    bos = ROLES["bos"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A",
+        pair=f"{bos} $A {bos}:1 $B:1",
+        special_tokens=[(bos, tokenizer.token_to_id(bos))],
+    )
     return tokenizer
 
 

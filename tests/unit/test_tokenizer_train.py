@@ -49,6 +49,8 @@ def test_transformers_reads_the_folder(data, tmp_path):
     ours = Tokenizer.Config().build(tokenizer_path=str(tmp_path / "a"))
     text = "the dog <|im_end|> Zoë"
     assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    # As documents in training start, by default.
+    assert ours.wants_bos and theirs(text).input_ids == ours.encode(text, add_bos=True)
     assert (theirs.bos_token_id, theirs.pad_token_id, theirs.mask_token_id) == (
         ours.bos_id,
         ours.pad_id,
