@@ -251,6 +251,16 @@ def test_the_tensors_of_a_folder_are_a_state_dict_too(case, exports):
     assert len(found.missing_keys) == len(model.state_dict()) - len(some) - tied
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SLOW])
+def test_a_state_dict_has_the_names_of_the_parameters(case, exports):
+    """Tools that put modules into a model (peft) find their parameters in it by these."""
+    model = AutoModelForCausalLM.from_pretrained(exports(case)[1])
+    named = dict(model.named_parameters(remove_duplicate=False)).keys()
+    assert model.state_dict().keys() == named
+    # In another module, as peft has it, too.
+    assert torch.nn.ModuleList([model]).state_dict().keys() == {f"0.{name}" for name in named}
+
+
 # --- which class opens a folder --------------------------------------------------------
 
 
@@ -353,6 +363,15 @@ def test_missing_tensors_are_one_clear_error(exports, tmp_path):
 def test_what_from_pretrained_would_have_to_ignore_is_refused(options, message, exports):
     with pytest.raises((UserError, ValueError), match=message):
         AutoModelForCausalLM.from_pretrained(exports("tidar")[1], **options)
+
+
+def test_where_peft_is_installed_and_finds_no_adapter(exports):
+    """The Auto classes then say how they looked for one."""
+    folder = exports("tidar")[1]
+    for found in (None, {}, {"revision": None}, {"revision": "main", "token": "x"}):
+        assert type(AutoModelForCausalLM.from_pretrained(folder, adapter_kwargs=found)) is hf.MODELS["tidar"]
+    with pytest.raises(UserError, match="ADAPTER holds an adapter; load the folder that it was trained on"):
+        AutoModelForCausalLM.from_pretrained(folder, adapter_kwargs={"_adapter_model_path": "ADAPTER"})
 
 
 def test_a_changed_config_is_refused(exports):

@@ -21,7 +21,6 @@ HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision",
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (True, False, None),
-    "adapter_kwargs": (None, {}),
     "low_cpu_mem_usage": (True, False, None),
     "use_safetensors": (True, None),
     "weights_only": (True, False, None),
@@ -32,6 +31,19 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "_from_pipeline": ("text-generation", None),
 }
 """Arguments that change nothing, and the values with which they do."""
+
+
+def refuse_adapter(adapter_kwargs: dict[str, Any] | None, *, where: str) -> None:
+    """Errors: UserError where the Auto classes found an adapter to load on top of the folder.
+
+    Where the package peft is installed they say how they looked for one, whether there is one or not.
+    """
+    folder = (adapter_kwargs or {}).get("_adapter_model_path")
+    if folder is not None:
+        raise UserError(
+            f"{where}: {folder} holds an adapter; load the folder that it was trained on, "
+            "and then peft.PeftModel.from_pretrained(model, adapter)"
+        )
 
 
 def refuse_unused(kwargs: dict[str, Any], *, where: str) -> None:

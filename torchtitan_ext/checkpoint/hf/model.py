@@ -63,6 +63,7 @@ class MethodForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.method = type(config).method
         self.model = _fresh(config) if model is None else model
+        self.register_state_dict_post_hook(_as_module_names)
         self.post_init()
 
     def init_weights(self) -> None:
@@ -90,6 +91,7 @@ class MethodForCausalLM(PreTrainedModel, GenerationMixin):
         """
         where = f"{cls.__name__}.from_pretrained"
         hub = {name: kwargs.pop(name) for name in loading.HUB if name in kwargs}
+        loading.refuse_adapter(kwargs.pop("adapter_kwargs", None), where=where)
         loading.refuse_unused(kwargs, where=where)
         if args:
             raise UserError(f"{where} takes no positional arguments after the folder, got {args!r}")
@@ -131,7 +133,9 @@ class MethodForCausalLM(PreTrainedModel, GenerationMixin):
             return
         limit = hf_folder.parse_bytes(str(max_shard_size))
         given = self.state_dict() if state_dict is None else state_dict
-        tensors = self._exported({name.removeprefix(_PREFIX): tensor for name, tensor in given.items()})
+        # A recurrent core's blocks have the names there that the backbone's have.
+        plain = getattr(self.model, "initial_name", str)
+        tensors = self._exported({plain(name.removeprefix(_PREFIX)): given[name] for name in given})
         target = Path(save_directory)
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target, prefix=".partial-") as name:
@@ -354,6 +358,17 @@ def _generation_config(folder: Path, config: GenerationConfig, loaded: LoadedMod
         if config.bos_token_id is None:
             config.bos_token_id = loaded.tokenizer.bos_id
     return config
+
+
+def _as_module_names(module: Any, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """model.layers.7.x -> model.core.layers.7.x for the blocks of a core, in a state dict that is being made.
+
+    Tools that put modules into the model (peft) look for their parameters under the modules' names.
+    """
+    for i in getattr(getattr(module.model, "core", None), "layers", {}):
+        own = f"{prefix}{_PREFIX}layers.{i}."
+        for key in [key for key in state_dict if key.startswith(own)]:
+            state_dict[f"{prefix}{_PREFIX}core.layers.{i}.{key[len(own) :]}"] = state_dict.pop(key)
 
 
 def _spec(config: MethodConfig) -> Any:
