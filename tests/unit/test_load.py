@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.paths import ROOT
 from tests.unit.test_data_chat import INSTRUCT
-from tools.train_tokenizer import train, write_folder
+from tools.train_tokenizer import train, write_files
 from torchtitan_ext import backbones
 from torchtitan_ext.checkpoint.convert import convert_to_hf
 from torchtitan_ext.checkpoint.load import find_folder, load_model
@@ -126,8 +126,9 @@ def test_a_hugging_face_folder_gives_the_same_logits(flavor, tmp_path):
 def test_every_answer_ends_in_a_token_that_ends_decoding(template, model, tmp_path):
     """The last target of each answer: what stands behind it is not learnt, so decoding must end there."""
     folder = write_checkpoint(tmp_path / "step-4", model) / "hf_assets"
+    folder.mkdir(exist_ok=True)
     end = "<|eot_id|>" if template == chat_templates.LLAMA3 else "<|im_end|>"
-    write_folder(train(iter(["some text"]), vocab_size=262, min_frequency=2), folder)
+    write_files(train(iter(["some text"]), vocab_size=262, min_frequency=2), folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"chat_template": template, "additional_special_tokens": ["<|im_start|>", end]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
