@@ -559,7 +559,7 @@ def test_a_broken_config_ends_a_tool_with_one_line(tmp_path) -> None:
 
 def test_the_tilde_of_a_folder_is_the_home_folder(monkeypatch):
     """No shell has seen that of a TOML or of --job.dump_folder=~/runs."""
-    monkeypatch.setenv("HOME", "/home/me")
-    assert JobSection(dump_folder="~/runs").dump_folder == "/home/me/runs"
-    assert ModelSection(hf_assets_path="~/assets").hf_assets_path == "/home/me/assets"
+    monkeypatch.setenv("HOME", "/own/folder")
+    assert JobSection(dump_folder="~/runs").dump_folder == "/own/folder/runs"
+    assert ModelSection(hf_assets_path="~/assets").hf_assets_path == "/own/folder/assets"
     assert (JobSection(dump_folder="a/~").dump_folder, ModelSection().hf_assets_path) == ("a/~", "")
