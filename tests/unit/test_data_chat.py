@@ -332,6 +332,19 @@ def greedy_rows(lengths: list[int], seq_len: int) -> int:
     return rows
 
 
+def test_a_run_does_not_go_on_under_another_chat_template(tmp_path):
+    """Its rows would hold other text; a checkpoint of an earlier version does not say."""
+    data = write_jsonl(tmp_path / "d.jsonl", [{"messages": TALK}] * 4)
+    state = loader(chat(data)).state_dict()
+    loader(chat(data)).load_state_dict(state)
+    other = loader(chat(data), tokenizer=tokenizer_with(chat_templates.CHATML))
+    with pytest.raises(UserError, match=r"cannot be resumed: sources\[0\].template: '.*' in the checkpoint"):
+        other.load_state_dict(state)
+    older = json.loads(state["fingerprint"])
+    del older["sources"][0]["template"]
+    other.load_state_dict({**state, "fingerprint": json.dumps(older)})
+
+
 def test_conversations_without_an_answer_are_left_out_and_said_so_once(tmp_path, caplog):
     """Another name for the role would leave out everything."""
     turns = [{"role": "user", "content": "q"}, {"role": "model", "content": "a"}]

@@ -31,6 +31,11 @@ def tokenizer_probe(tokenizer: BaseTokenizer) -> str:
     return f"{tokenizer.get_vocab_size()} tokens, {derive_seed(str(ids), str(special)):016x}"
 
 
+def template_probe(tokenizer: BaseTokenizer) -> str:
+    """A short text that differs between chat templates."""
+    return f"{derive_seed(str(getattr(tokenizer, 'chat_template', None))):016x}"
+
+
 def content_of(fields: SourceFields) -> dict[str, Any]:
     """What tells the data at ``dataset_path`` from other data, wherever it lies and whatever it is called.
 
@@ -72,10 +77,12 @@ def _files_at(path: str, *, split: str) -> list[Path]:
 def comparable(saved: dict[str, Any], current: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both fingerprints with each source's data as one text, equal where the data was only moved.
 
-    Checkpoints of earlier versions say nothing of it; then neither side does.
+    Checkpoints of earlier versions say nothing of it, nor of the chat template; then neither side does.
     """
     saved, current = copy.deepcopy(saved), copy.deepcopy(current)
     for old, new in zip(saved["sources"], current["sources"], strict=False):
+        if "template" not in old:
+            new.pop("template", None)
         before, now = old.pop("data", None), new.pop("data", None)
         if before and now and before["content"] != now["content"]:
             old["data"], new["data"] = (

@@ -19,6 +19,7 @@ from torchtitan_ext.data.chat import chat_encoder
 from torchtitan_ext.data.config import Source, SourceFields
 from torchtitan_ext.data.encoders import AddBos, text_encoder, text_of
 from torchtitan_ext.data.files import find_files, open_files
+from torchtitan_ext.data.fingerprint import template_probe
 from torchtitan_ext.data.processors import check_processor, resolve_processor
 from torchtitan_ext.data.sources import (
     AnySource,
@@ -205,6 +206,8 @@ def build_feed(fields: SourceFields, context: Context) -> Feed:
     description["documents"] = source.size
     if fields.dataset in TASKS:
         description["task"] = used_knobs(fields)
+    if fields.dataset == "chat":
+        description["template"] = template_probe(context.tokenizer)
     name, weight = fields.dataset, 1.0
     if isinstance(fields, Source):
         name, weight = fields.name or fields.dataset, fields.weight

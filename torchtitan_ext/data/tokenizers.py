@@ -89,6 +89,8 @@ class Tokenizer(BaseTokenizer):
     eos_token: str | None
     pad_token: str | None
     mask_token: str | None
+    chat_template: str
+    """The source of the template in use."""
     bos_id: int | None
     pad_id: int | None
     mask_id: int | None
@@ -220,7 +222,7 @@ class Tokenizer(BaseTokenizer):
         """Compile a Jinja template. A broken one is an error where it is used: plain text needs none."""
         # transformers' mark of what the assistant writes; the turns are found without it.
         plain = _GENERATION.sub(lambda tag: f"{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}", template)
-        self._template_fault = ""
+        self.chat_template, self._template_fault = template, ""
         try:
             super().set_chat_template(plain)
         except jinja2.TemplateSyntaxError as error:
