@@ -12,8 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("lm_eval")
+
+from lm_eval.api.samplers import ContextSampler
 
 from tests.distributed import harness
 from tests.paths import ROOT, shared_data
@@ -131,6 +134,31 @@ def test_examples_come_from_the_training_file(data):
     assert prompt.endswith(f"Question: {GSM[0]['question']}\nAnswer:") and how["until"][0] == "Question:"
     assert prompt.count("Question:") == 3 and prompt.count("#### ") == 2
     assert not any(row["question"] in prompt for row in GSM[1:2])
+
+
+def test_a_prompt_has_the_same_examples_on_any_rank(tmp_path, monkeypatch):
+    rows = [{"question": f"What is {i}?", "answer": f"#### {i}"} for i in range(27)]
+    for name, part in (("test", rows[:7]), ("train", rows[7:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+    def prompts(*, world: int, sampler: type | None = None) -> dict[str, str]:
+        found = {}
+        for rank in range(world):
+            monkeypatch.setattr(dist, "is_initialized", lambda: world > 1)
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(dist, "get_world_size", lambda: world)
+            (task,) = benchmarks.build_tasks(Settings(tasks=("gsm8k",), data=str(tmp_path / "test.jsonl")))
+            if sampler is not None:
+                task.sampler = sampler(rows[7:])
+            task.set_fewshot_seed(3)
+            task.build_all_requests(rank=rank, world_size=world)
+            found |= {instance.doc["question"]: instance.args[0] for instance in task.instances}
+        return found
+
+    one = prompts(world=1)
+    assert one == prompts(world=1, sampler=ContextSampler), "not lm-eval's own"
+    assert one == prompts(world=2) == prompts(world=3) == prompts(world=7)
+    assert len({prompt.rpartition("Question:")[0] for prompt in one.values()}) == len(one) == 7
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="no math-verify")

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch.distributed as dist
+from lm_eval.api.samplers import ContextSampler
 from torchtitan.tools.logging import logger
 
 from torchtitan_ext.errors import UserError, nearest
@@ -163,6 +165,29 @@ def gsm8k(*, data: str | None = None, skip_broken: bool = False, **_: Any) -> Sp
     nothing = datasets.Dataset.from_dict({name: [] for name in names}, features=features)
     has_train = train.is_file() and train != path
     return {"test": read(path), "train": read(train) if has_train else nothing}
+
+
+class Examples(ContextSampler):
+    """Examples for prompts: those that a single rank would draw, whichever rank has the document.
+
+    lm-eval gives a rank every world-size-th document, and its own sampler draws for these alone.
+    """
+
+    begun = False
+
+    def set_rnd(self, rnd: int | None) -> Examples:
+        """Begin anew with a seed."""
+        super().set_rnd(rnd)
+        self.begun = False
+        return self
+
+    def sample(self, n: int, *args: Any, **kwargs: Any) -> Sequence[dict[str, Any]]:
+        """``n`` of them, behind those of the documents that other ranks have before this one."""
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for _ in range(world - 1 if self.begun else rank):
+            super().sample(n, *args, **kwargs)
+        self.begun = True
+        return super().sample(n, *args, **kwargs)
 
 
 def final_number(text: str) -> str | None:

@@ -12,6 +12,7 @@ piqa = partial(local_tasks.choices, "piqa")
 openbookqa = partial(local_tasks.choices, "openbookqa")
 winogrande = partial(local_tasks.choices, "winogrande")
 gsm8k = local_tasks.gsm8k
+gsm8k_examples = local_tasks.Examples
 gsm8k_results = local_tasks.gsm8k_results
 humaneval = local_tasks.humaneval
 humaneval_results = local_tasks.humaneval_results
