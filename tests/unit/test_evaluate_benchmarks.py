@@ -389,6 +389,13 @@ def evaluate_on_ranks(folder: str, data: str) -> list | None:
     return benchmarks.evaluate(ExtLM(folder, batch_size=2, max_length=400), settings)
 
 
+def test_more_ranks_than_samples_are_refused(folder, data):
+    lm = ExtLM(folder, batch_size=2, max_length=400)
+    lm._world_size = 3
+    with pytest.raises(UserError, match="winogrande has 2 samples for 3 ranks: start fewer"):
+        benchmarks.evaluate(lm, Settings(tasks=("arc_easy", "winogrande"), data=str(data)))
+
+
 @pytest.mark.slow
 def test_two_ranks_measure_what_one_does(folder, data):
     one = evaluate_on_ranks(str(folder), str(data))

@@ -199,12 +199,19 @@ def _shots(task: Any, settings: Settings) -> int:
 
 
 def evaluate(lm: Any, settings: Settings) -> list[Result] | None:
-    """Every measure of every benchmark; None on all ranks but the first."""
+    """Every measure of every benchmark; None on all ranks but the first.
+
+    Errors: UserError for what :func:`build_tasks` refuses, and for more ranks than samples.
+    """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     with progress.own_bars_alone():
         built = build_tasks(settings)
+    for task in built:
+        count = min(len(task.eval_docs), settings.limit or len(task.eval_docs))
+        if count < lm.world_size:
+            raise UserError(f"{task.config.task} has {count} samples for {lm.world_size} ranks: start fewer")
     with progress.own_bars_alone():
         found = simple_evaluate(
             model=lm,
