@@ -16,11 +16,13 @@ from safetensors.torch import load_file, save_file
 
 import torchtitan_ext  # noqa: F401 - before torchtitan
 from tests.unit.test_backbones_reference import FAMILIES, reference_model, save_folder, small
+from tests.unit.test_tokenizer_kinds import write_ranks
 from tools import convert_from_hf as from_tool
 from tools import convert_to_hf as to_tool
 from torchtitan_ext.backbones import HFAdapter, build_config, hf_config, lookup, size_from_folder
 from torchtitan_ext.checkpoint import hf_folder
 from torchtitan_ext.checkpoint.convert import ModelChoice, convert_from_hf, convert_to_hf, hf_choice
+from torchtitan_ext.checkpoint.load import load_model
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -140,6 +142,23 @@ def test_checkpoint_has_the_models_names_config_and_assets(tmp_path):
     assert json.loads((checkpoint / "hf_assets" / "hf_keys.json").read_text()) == sorted(tensors_of(source))
     back = convert_to_hf(checkpoint, tmp_path / "back")
     assert {path.name for path in back.iterdir()} == copied | {"model.safetensors", "conversion.json"}
+
+
+def test_a_tokenizers_files_in_folders_of_their_own_go_along(tmp_path):
+    """Named chat templates, and the rank file where Meta's folders have it."""
+    source = make_folder("smollm2", tmp_path / "hf")
+    for folder in ("additional_chat_templates", "original"):
+        (source / folder).mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    write_ranks(source / "original" / "tokenizer.model")
+    (source / "original" / "consolidated.00.pth").write_text("weights")
+    checkpoint = convert_from_hf(source, tmp_path / "step-0")
+    back = convert_to_hf(checkpoint, tmp_path / "back")
+    for folder in (checkpoint / "hf_assets", back):
+        assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
+        assert not (folder / "original" / "consolidated.00.pth").exists()
+    for folder in (source, checkpoint, back):
+        assert load_model(folder).tokenizer.core.name == "tiktoken:llama3"
 
 
 def test_training_checkpoint_exports_its_model_only(tmp_path):

@@ -18,7 +18,9 @@ PATTERNS = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "*.tiktoken",
+    "original/tokenizer.model",
     "*.py",  # custom model code of a folder, such as LLaDA and Dream have
 )
 
@@ -36,6 +38,7 @@ def copy(source: str | Path, target: Path) -> None:
     found = files(Path(source))
     if not found:
         return
-    target.mkdir(parents=True, exist_ok=True)
     for path in found:
-        shutil.copy2(path, target / path.name)
+        copied = target / path.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copied)
