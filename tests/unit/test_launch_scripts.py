@@ -119,7 +119,11 @@ def test_one_machine_needs_no_address():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("a,b", "a"), ("gpu[03-05,7],b", "gpu03"), ("gpu[7]", "gpu7"), ("n1-2", "n1-2")]
+    ("nodes", "first"),
+    [
+        *[("a,b", "a"), ("gpu[03-05,7],b", "gpu03"), ("gpu[7]", "gpu7"), ("n1-2", "n1-2")],
+        *[("a[3-5]-ib,b[1-2]", "a3-ib"), ("rack[1-2]n[08,10-12]", "rack1n08"), ("a,b[1-2]", "a")],
+    ],
 )
 def test_the_first_node_serves_the_rendezvous(nodes, first):
     result = script(SLURM, "--dry-run", **JOB | {"SLURM_JOB_NODELIST": nodes, "PLATFORM": "h100"})
