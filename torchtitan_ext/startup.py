@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.tools import filesystem
+from torchtitan.tools import filesystem, utils
 
 import torchtitan_ext
 from torchtitan_ext.config.toml_writer import to_dict
@@ -64,14 +64,15 @@ def check(config: Any) -> None:
     """All ranks run the same code and config and can write; called on every rank before the model.
 
     Raises:
-        UserError: this process's own dump folder, in a run of one process.
+        UserError: this process's own devices or dump folder, in a run of one process.
         SharedError: what is wrong on which ranks, the same on all.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     error = ""
     try:
-        # One process a host is enough to know its file system.
+        # One process a host is enough to know its devices and its file system.
         if os.environ.get("LOCAL_RANK", "0") == "0":
+            check_devices()
             check_writable(config)
     except UserError as refused:
         if world == 1:
@@ -90,12 +91,14 @@ def check(config: Any) -> None:
 
 
 def facts(config: Any) -> dict[str, str]:
-    """What must be equal on all ranks: versions, this package's sources, every key of the config."""
+    """What must be equal on all ranks: versions, device, this package's sources, every key of the config."""
     found = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "torchtitan": metadata.version("torchtitan"),
         "torchtitan_ext": torchtitan_ext.__version__,
+        # A host whose GPUs cannot be used trains on its processor, in a group of its own.
+        "device": utils.device_type,
     }
     folder = Path(torchtitan_ext.__file__).parent
     for path in sorted(folder.rglob("*.py")):
@@ -105,6 +108,22 @@ def facts(config: Any) -> dict[str, str]:
         for key, value in table.items():
             found[f"[{section}] {key}"] = json.dumps(value, sort_keys=True, default=str)
     return found
+
+
+def check_devices() -> None:
+    """Whether this host has a device for each of its processes.
+
+    Raises:
+        UserError: it has fewer.
+    """
+    processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), utils.device_module.device_count()
+    if utils.device_type == "cpu" or processes <= devices:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    raise UserError(
+        f"{processes} processes were started on {socket.gethostname()} (NGPU), which shows them {devices} "
+        f"{utils.device_type} devices" + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES = {visible!r})")
+    )
 
 
 def check_writable(config: Any) -> None:

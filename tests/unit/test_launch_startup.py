@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import tempfile
 import threading
@@ -95,6 +96,25 @@ def test_facts_cover_sources_versions_and_config():
     assert changed == {"[training] steps"}
     assert {"torch", "torchtitan", "Python", "torchtitan_ext/trainer.py"} <= first.keys()
     assert "torchtitan_ext/methods/ar/__init__.py" in first
+
+
+def test_a_host_that_trains_on_its_processor_is_named(monkeypatch):
+    """Its driver has failed: its ranks would wait in another backend than the others."""
+    before = {"device": startup.facts(config())["device"]}
+    monkeypatch.setattr(startup.utils, "device_type", "other")
+    text = verdict(reports(before, before, *[{"device": startup.facts(config())["device"]}] * 2))
+    assert text.endswith(f"device is {before['device']} on ranks 0-1 (host0), other on ranks 2-3 (host1)")
+
+
+@pytest.mark.parametrize(("processes", "refused"), [(2, False), (3, True)])
+def test_a_host_with_fewer_devices_than_processes(processes, refused, monkeypatch):
+    monkeypatch.setattr(startup.utils, "device_type", "cuda")
+    monkeypatch.setattr(startup.utils, "device_module", SimpleNamespace(device_count=lambda: 2))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    said = r"3 processes .* \(NGPU\), which shows them 2 cuda devices \(CUDA_VISIBLE_DEVICES = '0,1'\)"
+    with pytest.raises(UserError, match=said) if refused else contextlib.nullcontext():
+        startup.check_devices()
 
 
 def test_a_report_survives_the_store():
