@@ -108,6 +108,7 @@ class ExtTrainer(Trainer):
         check_before_start(config, vocabulary=vocabulary)
         self.objective = models.build_objective(config)
         super().__init__(config)
+        hold_last_rate(self.lr_schedulers, config)
         self.metrics_processor.collect = self._reduced_metrics
         self._begin_step()
         if config.validator.enable:
@@ -378,6 +379,26 @@ class ExtTrainer(Trainer):
             if name.endswith("/mean"):
                 reduced[name] /= microbatches * (mesh.size() if mesh is not None else 1)
         return reduced
+
+
+def hold_last_rate(schedulers: Any, config: ExtTrainer.Config) -> None:
+    """After the end of its schedule a run keeps the last learning rate, lr * min_lr_factor where it decays.
+
+    torchtitan's functions go on: the linear one below zero, with which every step undoes what was
+    learned, the cosine up again. So would a finished run that is extended under its own total_steps.
+    """
+    total = config.lr_scheduler.total_steps
+    if total is None:
+        return
+    if total < config.training.steps:
+        logger.warning(
+            f"[lr_scheduler] total_steps = {total} is less than [training] steps = {config.training.steps}: "
+            f"from step {total + 1} on the learning rate stays what the schedule ends with"
+        )
+    for scheduler in schedulers:
+        scheduler.lr_lambdas = [
+            lambda step, rate=rate: rate(min(step, total)) for rate in scheduler.lr_lambdas
+        ]
 
 
 def check_before_start(config: ExtTrainer.Config, *, vocabulary: int) -> None:
