@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 
@@ -208,17 +207,3 @@ def test_generation_arguments_that_do_not_fit():
         requests("generate_until", ("a" * 99, {"num_beams": 1, "max_gen_toks": 2})), disable_tqdm=True
     )
     assert isinstance(text, str)
-
-
-def test_bos_of_a_hugging_face_folder_is_its_tokenizers():
-    from torchtitan_ext.evaluation.lm_eval_model import _adds_bos
-
-    def folder(*, wants, ids):
-        inner = SimpleNamespace(encode=lambda text, add_special_tokens: SimpleNamespace(ids=ids))
-        core = SimpleNamespace(wants_bos=wants, _tokenizer=inner)
-        path = lm_eval_models.loaded("ar").path  # no config.toml there any more
-        return SimpleNamespace(tokenizer=SimpleNamespace(bos_id=1, core=core), path=path, add_bos=True)
-
-    assert _adds_bos(folder(wants=None, ids=[1, 65]))
-    assert not _adds_bos(folder(wants=None, ids=[65]))
-    assert _adds_bos(folder(wants=True, ids=[65])) and not _adds_bos(folder(wants=False, ids=[1, 65]))

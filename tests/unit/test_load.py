@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.paths import ROOT
+from tests.unit import test_tokenizer_kinds as kinds
 from tests.unit.test_data_chat import INSTRUCT
 from tools.train_tokenizer import train, write_files
 from torchtitan_ext import backbones
@@ -328,6 +329,18 @@ def test_generate_draws_the_same_in_any_batch(tool, run, capsys):
     single = answers(tool, capsys, *options, "--prompt", "longer", "--seed", "1")
     assert [a["text"] for a in small] == [a["text"] for a in large]
     assert single["text"] == large[1]["text"]
+
+
+def test_bos_as_in_training_or_as_the_tokenizer_of_a_folder_has_it(tool, tmp_path):
+    """transformers gives a published model the same ids."""
+    run = write_checkpoint(tmp_path / "step-1", random_model(backbones.lookup("smollm2-debug")))
+    kinds.write_hf(run / "hf_assets", config={"bos_token": "<s>"})
+    folder = convert_to_hf(run, tmp_path / "hf")
+    for path, with_bos in ((run, True), (folder, False)):
+        loaded = load_model(path)
+        bos = loaded.tokenizer.bos_id
+        assert bos is not None and loaded.add_bos == with_bos
+        assert (tool.encode(loaded, "hi", chat=False)[0] == bos) == with_bos
 
 
 def test_generate_tells_what_the_chat_template_refuses(tool, run):

@@ -189,6 +189,22 @@ def test_no_bos_where_the_tokenizer_says_so(tmp_path):
     assert not build(write_hf(tmp_path / "c", config={"bos_token": None})).wants_bos
 
 
+@pytest.mark.parametrize("puts", [True, False])
+@pytest.mark.parametrize("says", [True, False, None])
+def test_whether_a_tokenizer_has_bos_before_every_text(says, puts, tmp_path):
+    from tokenizers import Tokenizer as Tokens
+    from tokenizers.processors import TemplateProcessing
+
+    config = {"bos_token": "<s>", **({} if says is None else {"add_bos_token": says})}
+    folder = write_hf(tmp_path, config=config, extra=["<s>"])
+    if puts:
+        inner = Tokens.from_file(str(folder / "tokenizer.json"))
+        special = [("<s>", inner.token_to_id("<s>"))]
+        inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
+        inner.save(str(folder / "tokenizer.json"))
+    assert build(folder).core.adds_bos == (puts if says is None else says)
+
+
 def test_a_role_that_is_an_ordinary_entry_is_left_out_of_texts(tmp_path):
     tokenizer = build(write_hf(tmp_path, config={"eos_token": "ll"}))
     assert tokenizer.eos_id == 257

@@ -64,7 +64,8 @@ class LoadedModel:
     """The folder the weights came from."""
 
     add_bos: bool
-    """Whether plain text starts with BOS, as in training."""
+    """Whether plain text starts with BOS: as in training, or as the tokenizer of a Hugging Face folder has
+    it."""
 
     stop_ids: frozenset[int]
     """Tokens that end a sequence: EOS, the chat template's end of an answer, and those of a
@@ -109,7 +110,7 @@ def load_model(
         method=config.model.name,
         flavor=config.model.flavor,
         path=folder,
-        add_bos=resolve_bos(tokenizer, getattr(config.dataloader, "add_bos", "auto")),
+        add_bos=_adds_bos(tokenizer, config=config if native else None),
         stop_ids=_stop_ids(tokenizer, folder),
     )
 
@@ -286,6 +287,13 @@ def _tokenizer(config: Any, folder: Path) -> Tokenizer:
     if path is None and config.tokenizer.kind == "auto" and not (folder / CONFIG).is_file():
         logger.warning(f"{folder} holds no tokenizer: text is read as bytes")
     return config.tokenizer.build(tokenizer_path=str(path) if path is not None else "")
+
+
+def _adds_bos(tokenizer: Tokenizer, *, config: Any) -> bool:
+    """As a run's config says; None: of a Hugging Face folder."""
+    if config is None and tokenizer.core.adds_bos is not None:
+        return tokenizer.bos_id is not None and tokenizer.core.adds_bos
+    return resolve_bos(tokenizer, getattr(getattr(config, "dataloader", None), "add_bos", "auto"))
 
 
 def _stop_ids(tokenizer: Tokenizer, folder: Path) -> frozenset[int]:

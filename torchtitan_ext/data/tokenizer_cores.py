@@ -38,6 +38,8 @@ class Core(ABC):
     chat_template: str | None = None
     wants_bos: bool | None = None
     """What the tokenizer's own config says about BOS before a document; None when it says nothing."""
+    adds_bos: bool | None = None
+    """Whether the tokenizer has BOS before every text; None when there is no telling."""
 
     @abstractmethod
     def encode(self, text: str, *, parse_special: bool) -> list[int]:
@@ -163,7 +165,14 @@ class HFCore(Core):
         self.chat_template = self._read_chat_template()
         says_bos = self._config.get("add_bos_token")
         self.wants_bos = says_bos if isinstance(says_bos, bool) else None
+        self.adds_bos = self._puts_bos() if self.wants_bos is None else self.wants_bos
         self._special_ids = frozenset(self.specials.values())
+
+    def _puts_bos(self) -> bool:
+        """Whether the tokenizer's post-processor puts BOS in front."""
+        bos = self.roles["bos"]
+        first = self._tokenizer.encode("a", add_special_tokens=True).ids[:1]
+        return bos is not None and first == [self._tokenizer.token_to_id(bos)]
 
     def _load(self):
         from tokenizers import Tokenizer, decoders, pre_tokenizers

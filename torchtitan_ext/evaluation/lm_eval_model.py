@@ -113,7 +113,7 @@ class ExtLM(TemplateLM):
         self.max_length = whole if max_length is None else _positive("max_length", max_length)
         if self.max_length > whole:
             raise UserError(f"max_length is {max_length}, but the model's context has {whole} tokens")
-        self.add_bos = _adds_bos(self.loaded) if add_bos is None else add_bos
+        self.add_bos = self.loaded.add_bos if add_bos is None else add_bos
         self.decode = decoder_for(self.loaded.method)
         self.options = parse_options(decode.replace(";", ",").replace(":", "="), self.decode)
         self._told: set[str] = set()
@@ -415,16 +415,3 @@ def _load(
         raise UserError(f"{folder} is a checkpoint of method {found!r}, not of {method!r}")
     assert loaded is not None
     return loaded
-
-
-def _adds_bos(loaded: LoadedModel) -> bool:
-    """Whether texts start with BOS: as in training, or as the tokenizer of a Hugging Face folder has it."""
-    tokenizer = loaded.tokenizer
-    if tokenizer.bos_id is None or (loaded.path / CONFIG).is_file():
-        return loaded.add_bos and tokenizer.bos_id is not None
-    if tokenizer.core.wants_bos is not None:
-        return tokenizer.core.wants_bos
-    inner: Any = getattr(tokenizer.core, "_tokenizer", None)
-    if inner is None:
-        return loaded.add_bos
-    return inner.encode("a", add_special_tokens=True).ids[:1] == [tokenizer.bos_id]
