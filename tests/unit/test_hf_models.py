@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,15 @@ def test_the_tensors_of_a_folder_are_a_state_dict_too(case, exports):
     tied = model.config.size.tied and any("embed" in name or "wte" in name for name in some)
     assert found.unexpected_keys == ["x"]
     assert len(found.missing_keys) == len(model.state_dict()) - len(some) - tied
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SLOW])
+def test_a_model_can_be_pickled_whole(case, exports):
+    """As torch.save(model) does, and processes that are spawned."""
+    model = AutoModelForCausalLM.from_pretrained(exports(case)[1])
+    again = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        assert torch.equal(again(tokens(case)).logits, model(tokens(case)).logits)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in SLOW])

@@ -20,7 +20,7 @@ from tests.unit import test_tokenizer_kinds as kinds
 from tests.unit.test_data_chat import INSTRUCT
 from tools.train_tokenizer import train, write_files
 from torchtitan_ext import backbones
-from torchtitan_ext.checkpoint.convert import convert_to_hf
+from torchtitan_ext.checkpoint.convert import convert_from_hf, convert_to_hf
 from torchtitan_ext.checkpoint.load import find_folder, load_model
 from torchtitan_ext.data import chat_templates
 from torchtitan_ext.data.chat import encode_conversation
@@ -336,7 +336,8 @@ def test_bos_as_in_training_or_as_the_tokenizer_of_a_folder_has_it(tool, tmp_pat
     run = write_checkpoint(tmp_path / "step-1", random_model(backbones.lookup("smollm2-debug")))
     kinds.write_hf(run / "hf_assets", config={"bos_token": "<s>"})
     folder = convert_to_hf(run, tmp_path / "hf")
-    for path, with_bos in ((run, True), (folder, False)):
+    converted = convert_from_hf(folder, tmp_path / "converted")
+    for path, with_bos in ((run, True), (folder, False), (converted, False)):
         loaded = load_model(path)
         bos = loaded.tokenizer.bos_id
         assert bos is not None and loaded.add_bos == with_bos

@@ -27,7 +27,7 @@ from torchtitan_ext import models
 from torchtitan_ext.backbones import HFAdapter
 from torchtitan_ext.backbones.adapter import EMBEDDING, HEAD
 from torchtitan_ext.checkpoint import assets, hf_folder, published, whole
-from torchtitan_ext.checkpoint.convert import hf_choice
+from torchtitan_ext.checkpoint.convert import MARKER, hf_choice
 from torchtitan_ext.data.chat import turn_end_id
 from torchtitan_ext.data.encoders import resolve_bos
 from torchtitan_ext.data.tokenizer_cores import read_json
@@ -102,6 +102,7 @@ def load_model(
     else:
         _load_hf(model, folder, spec=spec)
     tokenizer = _tokenizer(config, folder)
+    trained = native and not (folder / MARKER).is_file()
     return LoadedModel(
         model=model.eval().requires_grad_(False),
         tokenizer=tokenizer,
@@ -110,7 +111,7 @@ def load_model(
         method=config.model.name,
         flavor=config.model.flavor,
         path=folder,
-        add_bos=_adds_bos(tokenizer, config=config if native else None),
+        add_bos=_adds_bos(tokenizer, config=config if trained else None),
         stop_ids=_stop_ids(tokenizer, folder),
     )
 
@@ -290,7 +291,7 @@ def _tokenizer(config: Any, folder: Path) -> Tokenizer:
 
 
 def _adds_bos(tokenizer: Tokenizer, *, config: Any) -> bool:
-    """As a run's config says; None: of a Hugging Face folder."""
+    """As a run's config says; None: of a Hugging Face folder, or one that was converted and not trained."""
     if config is None and tokenizer.core.adds_bos is not None:
         return tokenizer.bos_id is not None and tokenizer.core.adds_bos
     return resolve_bos(tokenizer, getattr(getattr(config, "dataloader", None), "add_bos", "auto"))

@@ -7,6 +7,7 @@ M = masked tokens, A = clean positions with a label, N = M + A.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import spmd_types as spmd
@@ -333,13 +334,14 @@ def set_gate_sharding(gate: ExitGate.Config) -> None:
 
 def gate_config(dim: int, *, passes: int) -> ExitGate.Config:
     """A gate with which every exit depth has the same probability."""
+    # No function of this one: a model is pickled with its config.
+    start = partial(_start_bias, passes=passes)
+    return ExitGate.Config(dim=dim, passes=passes, param_init={"weight": nn.init.zeros_, "depth_bias": start})
 
-    def start(bias_K: torch.Tensor) -> None:
-        bias_K.copy_(stick.first_logits(passes))
 
-    return ExitGate.Config(
-        dim=dim, passes=passes, param_init={"weight": nn.init.zeros_, "depth_bias": torch.no_grad()(start)}
-    )
+@torch.no_grad()
+def _start_bias(bias_K: torch.Tensor, *, passes: int) -> None:
+    bias_K.copy_(stick.first_logits(passes))
 
 
 def core_config(section: Section, *, dim: int, n_layers: int) -> ALoDLMCore.Config:
