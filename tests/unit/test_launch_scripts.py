@@ -185,6 +185,15 @@ def test_the_signal_before_the_time_limit_stops_and_requeues(tmp_path):
     assert "USR1: passed on to the run" in printed and "goes back into the queue" in printed
 
 
+def test_a_run_that_ends_while_the_signal_is_passed_on_is_requeued(tmp_path):
+    """Its code is 75, not that with which the signal interrupted the waiting for it."""
+    slow = tmp_path / "slow.sh"
+    slow.write_text('kill() { builtin kill "$@" && { [[ $1 != -s ]] || sleep 0.5; }; }\n')
+    job = Job(tmp_path, "trap 'kill %1; exit 75' USR1; sleep 60 & wait", BASH_ENV=str(slow))
+    job.signal(signal.SIGUSR1)
+    assert job.end()[:2] == (75, ["requeue 1234"])
+
+
 def test_a_cancelled_job_stops_and_is_not_requeued(tmp_path):
     job = Job(tmp_path, SAVES)
     job.signal(signal.SIGTERM)
