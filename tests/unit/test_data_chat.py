@@ -345,6 +345,28 @@ def test_a_run_does_not_go_on_under_another_chat_template(tmp_path):
     other.load_state_dict({**state, "fingerprint": json.dumps(older)})
 
 
+@pytest.mark.parametrize("ordering", ["none", "full"])
+def test_records_that_do_not_fit_are_broken_ones(ordering, tmp_path, caplog):
+    """Far behind the first ones, which are checked at the start, they would end a run in its midst."""
+    good = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a{i}"}]}
+        for i in range(20)
+    ]
+    bad = [{"foo": 1}, {"messages": []}, {"messages": [{"role": "user"}]}]
+    data = write_jsonl(tmp_path / "d.jsonl", [*good[:10], bad[0], *good[10:], *bad[1:]])
+    setup = chat(data, shuffle=ordering)
+    with pytest.raises(UserError, match="no processor fits|at least one message|has no 'role'"):
+        finite_rows(setup, seq_len=64)
+    kept = chat(data, shuffle=ordering, broken_lines="skip")
+    one = loader(kept, seq_len=64)
+    rows = [row for batch in one for row in batch_rows(batch)]
+    plain = write_jsonl(tmp_path / "good.jsonl", good)
+    if ordering == "none":
+        assert rows == finite_rows(chat(plain, shuffle=ordering), seq_len=64)
+    assert one.counters()["broken"] == 3 and one.counters()["documents"] == 20
+    assert sum("left out, as others of its kind" in r.getMessage() for r in caplog.records) == 1
+
+
 def test_conversations_without_an_answer_are_left_out_and_said_so_once(tmp_path, caplog):
     """Another name for the role would leave out everything."""
     turns = [{"role": "user", "content": "q"}, {"role": "model", "content": "a"}]

@@ -40,7 +40,7 @@ class SourceFields(BaseDataLoader.Config):
     """How a chat record becomes messages: a name in the processor registry; ``auto`` looks at its fields."""
 
     broken_lines: Literal["error", "skip"] = "error"
-    """A record that cannot be read ends the run, or is left out and counted."""
+    """A record that cannot be read or encoded ends the run, or is left out and counted."""
 
     task: TaskSection = field(default_factory=TaskSection)
     """What the samples of a task look like; other data sets have no use for it."""

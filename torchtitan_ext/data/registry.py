@@ -7,19 +7,21 @@ source with its encoder. Other rooms add theirs with :func:`register_dataset`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger
 
 from torchtitan_ext.data.chat import chat_encoder
 from torchtitan_ext.data.config import Source, SourceFields
 from torchtitan_ext.data.encoders import AddBos, text_encoder, text_of
 from torchtitan_ext.data.files import find_files, open_files
 from torchtitan_ext.data.fingerprint import template_probe
+from torchtitan_ext.data.packing import Document
 from torchtitan_ext.data.processors import check_processor, resolve_processor
 from torchtitan_ext.data.sources import (
     AnySource,
@@ -30,7 +32,7 @@ from torchtitan_ext.data.sources import (
     stdlib_source,
 )
 from torchtitan_ext.data.streaming import HubStream, HubTable, first_records, load_streamed
-from torchtitan_ext.data.streams import Encoder, Feed
+from torchtitan_ext.data.streams import BROKEN, Encoder, Feed
 from torchtitan_ext.data.tasks import TASKS, TaskSection, build_task, used_knobs
 from torchtitan_ext.errors import UserError, unknown
 
@@ -191,6 +193,30 @@ def entry_of(fields: SourceFields) -> DatasetEntry:
 _DESCRIBED = ("dataset", "subset", "split", "held_out", "text_field", "txt_documents", "processor")
 
 
+def _without_broken(encode: Encoder) -> Encoder:
+    """An encoder to which a record that it cannot take is a broken one, as a line that cannot be read is."""
+    told = False
+
+    def encode_one(record: Record) -> Document | str | None:
+        nonlocal told
+        try:
+            (document,) = encode([record])
+        except UserError as error:
+            if not told:
+                told = True
+                logger.warning(f"{error}; left out, as others of its kind")
+            return BROKEN
+        return document
+
+    def encode_all(records: Sequence[Record]) -> list[Document | str | None]:
+        try:
+            return list(encode(records))
+        except UserError:
+            return [encode_one(record) for record in records]
+
+    return encode_all
+
+
 def build_feed(fields: SourceFields, context: Context) -> Feed:
     """The source with its encoder; an empty data set is an error here."""
     entry = entry_of(fields)
@@ -199,6 +225,8 @@ def build_feed(fields: SourceFields, context: Context) -> Feed:
     if fields.dataset not in TASKS and fields.task != TaskSection():
         raise UserError(f"{context.where}: the section task belongs to the data sets {', '.join(TASKS)}")
     source, encode = entry.build(fields, context)
+    if fields.broken_lines == "skip":
+        encode = _without_broken(encode)
     if source.size == 0:
         path = f" at {fields.dataset_path!r}" if fields.dataset_path else ""
         raise UserError(f"{context.where}: no document in split {fields.split!r}{path}")

@@ -22,8 +22,11 @@ from torchtitan_ext.errors import UserError
 AHEAD = 8
 """Documents of a stream that are read and encoded in one call."""
 
-Encoder = Callable[[Sequence[Record]], "list[Document | None]"]
-"""Documents of records; None for a record without a token."""
+BROKEN = "broken"
+"""In the place of a document that cannot be read or encoded and is to be counted."""
+
+Encoder = Callable[[Sequence[Record]], "Sequence[Document | str | None]"]
+"""Documents of records; None for a record without a token, :data:`BROKEN` for one to be left out."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -234,7 +237,7 @@ class DocumentStream:
             except End:
                 break
             drawn.append((place, i, record))
-        documents: dict[int, Document | str] = {n: "broken" for n in range(len(drawn))}
+        documents: dict[int, Document | str] = {n: BROKEN for n in range(len(drawn))}
         for i, feed in enumerate(self._feeds):
             numbers = [n for n, (_, j, record) in enumerate(drawn) if j == i and record is not None]
             if numbers:

@@ -14,6 +14,7 @@ from torchtitan_ext.checkpoint.load import CONFIG, LoadedModel
 from torchtitan_ext.data.config import SourceFields
 from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.order import Order
+from torchtitan_ext.data.packing import Document
 from torchtitan_ext.data.registry import Context, build_feed
 from torchtitan_ext.data.sources import IndexedSource, Record
 from torchtitan_ext.data.streams import Feed
@@ -153,7 +154,7 @@ def _in_turns(parts: Sequence[Iterator[list[int]]]) -> Iterator[list[int]]:
 def _documents(feed: Feed, *, seed: int) -> Iterator[list[int]]:
     for record in _records(feed, seed=seed):
         (document,) = feed.encode([record])
-        if document is not None:
+        if isinstance(document, Document):
             yield document.tokens.tolist()
 
 
