@@ -35,6 +35,9 @@ class StoredTensors:
             if isinstance(entry, TensorStorageMetadata)
         }
         self._places: dict[MetadataIndex, Any] = metadata.storage_data
+        # One mapping a file: each keeps a descriptor open, and there may be more tensors than a process
+        # may have of these.
+        self._pages: dict[str, mmap.mmap] = {}
 
     def load(self, names: Iterable[str], *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """The named tensors. ``dtype``: that they are converted to; None: each keeps its own.
@@ -77,13 +80,12 @@ class StoredTensors:
             # Without data, torch.load says where in the item they lie.
             within: Any = described.untyped_storage()._checkpoint_offset
             first = place.offset + within + described.storage_offset() * described.itemsize
-            before = first % mmap.ALLOCATIONGRANULARITY
-            pages = mmap.mmap(
-                file.fileno(), before + described.nbytes, access=mmap.ACCESS_READ, offset=first - before
-            )
+            if place.relative_path not in self._pages:
+                self._pages[place.relative_path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        pages = self._pages[place.relative_path]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            flat = torch.frombuffer(pages, dtype=described.dtype, count=described.numel(), offset=before)
+            flat = torch.frombuffer(pages, dtype=described.dtype, count=described.numel(), offset=first)
         return flat.view(described.shape)
 
 
