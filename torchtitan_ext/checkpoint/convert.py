@@ -11,15 +11,12 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
-import warnings
-from collections.abc import Collection, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
@@ -38,6 +35,7 @@ from torchtitan_ext.backbones.key_maps import is_ignorable
 from torchtitan_ext.checkpoint import assets as hf_assets
 from torchtitan_ext.checkpoint import hf_folder
 from torchtitan_ext.checkpoint.remote import describe
+from torchtitan_ext.checkpoint.saving import save_weights
 from torchtitan_ext.checkpoint.stored import StoredTensors
 from torchtitan_ext.config import toml_text
 from torchtitan_ext.errors import UserError, unknown
@@ -335,33 +333,6 @@ def _exported_names(
 
 def _nbytes(entry: TensorStorageMetadata, cast: torch.dtype | None) -> int:
     return entry.size.numel() * (cast or entry.properties.dtype).itemsize
-
-
-def save_weights(state_dict: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write tensors as a DCP checkpoint of one process.
-
-    Errors: UserError on a full disk.
-    """
-    nbytes = sum(tensor.nbytes for tensor in state_dict.values())
-    with (
-        warnings.catch_warnings(),
-        _no_checksums(),
-        hf_folder.growing(folder, nbytes=nbytes, what="writing checkpoint"),
-    ):
-        # Without a process group, which is what is meant here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state_dict, checkpoint_id=folder, no_dist=True)
-
-
-@contextmanager
-def _no_checksums() -> Generator[None]:
-    """Without the checksums of torch.save, which neither torch.load nor DCP compares."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def _export_config(size: BackboneSize, *, assets: Path, dtype: torch.dtype) -> dict[str, Any]:

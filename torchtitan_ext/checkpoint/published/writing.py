@@ -19,11 +19,11 @@ from torchtitan_ext.checkpoint.convert import (
     MARKER,
     ModelChoice,
     model_spec,
-    save_weights,
 )
 from torchtitan_ext.checkpoint.hf_folder import TensorInfo
 from torchtitan_ext.checkpoint.published import recognise
 from torchtitan_ext.checkpoint.published.facts import Published
+from torchtitan_ext.checkpoint.saving import save_weights
 from torchtitan_ext.config import toml_text
 from torchtitan_ext.errors import UserError
 
