@@ -1,4 +1,8 @@
-"""Validation on held-out data: the mean over all its tokens, the same on any number of ranks."""
+"""Validation on held-out data: the mean over all its tokens, the same on any number of ranks.
+
+``[validation] steps`` ends it after so many batches of each rank, as in torchtitan: more ranks then
+see more rows.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
