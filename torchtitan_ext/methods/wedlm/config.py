@@ -29,7 +29,7 @@ class Section:
     """Id of the mask token. None: the tokenizer's, or else the first id that it does not use."""
 
     window: int = 16
-    """Decoding: masks that are filled at the same time."""
+    """Decoding: masks that are filled at the same time; training shows at most block_size of them."""
 
     tau: float = 0.4
     """Decoding: a mask is filled when its adjusted entropy, in nats, is below this."""
