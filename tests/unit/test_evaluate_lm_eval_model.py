@@ -148,6 +148,13 @@ def test_conversations_end_with_the_assistants_beginning_or_are_left_open():
     assert opened == "<|user|>\na?\n<|assistant|>\ndef "
 
 
+def test_the_default_chat_template_is_the_only_one():
+    model = lm("ar")
+    assert model.chat_template(False) is None and model.chat_template(True) == model.chat_template("default")
+    with pytest.raises(UserError, match="--apply_chat_template tool_use: only the default template"):
+        model.chat_template("tool_use")
+
+
 def test_sampling_depends_on_the_seed_the_prompt_and_its_repetition_alone():
     how = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 8, "until": []}
     arguments = [("abc", how), ("d", how), ("abc", how)]

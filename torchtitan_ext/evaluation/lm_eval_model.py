@@ -193,7 +193,12 @@ class ExtLM(TemplateLM):
         return chat.render_open(self.loaded.tokenizer, chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source."""
+        """The template's source; lm-eval gives the name that was asked for.
+
+        Errors: UserError for another name than that of the template in use.
+        """
+        if isinstance(chat_template, str) and chat_template not in ("", "default"):
+            raise UserError(f"--apply_chat_template {chat_template}: only the default template is used")
         return (self.loaded.tokenizer.core.chat_template or "") if chat_template else None
 
     @property
