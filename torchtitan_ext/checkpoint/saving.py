@@ -57,6 +57,7 @@ class _Writer(FileSystemWriter):
         super().__init__(folder, per_thread_copy_ahead=0)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """What was written, when all parts are. Errors: the first cause of what a thread met."""
         prefix = plan.storage_data.prefix
         parts = [
             replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=f"{prefix}{i}_"))
